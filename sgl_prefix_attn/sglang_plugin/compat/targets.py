@@ -203,6 +203,7 @@ _BACKENDS = (
     Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
     Target("model_executor.forward_context.get_forward_context", Use.CALL),
     *attributes_of("model_executor.forward_context.ForwardContext", "attn_backend"),
+    Target("layers.radix_attention.AttentionType", Use.CLASS),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *attributes_of(
         "layers.radix_attention.RadixAttention",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.doctor.head_split import knows_attention_groups
+from sgl_prefix_attn.sglang_plugin.doctor.model_source import attention_type, knows_attention_groups
 
 # --kv-cache-dtype: the type of the buffers; others are kept with scales for each token or block.
 _KV_DTYPES = {
@@ -78,14 +78,23 @@ def planned_runner(server_args: Any) -> Any:
 
 def _ranks_of_heads(runner: Any) -> int:
     """Ranks over which the model's code spreads its attention heads."""
-    from sglang.srt.models.registry import ModelRegistry
-
     ranks = versions.attention_ranks(runner)
     all_ranks = versions.argument(runner, "tp_size") or 1
-    if ranks == all_ranks:
-        return ranks
-    model_class, _ = ModelRegistry.resolve_model_cls(versions.architectures(runner))
-    return ranks if knows_attention_groups(model_class) else all_ranks
+    return ranks if ranks == all_ranks or knows_attention_groups(_model_class(runner)) else all_ranks
+
+
+def _model_class(runner: Any) -> type:
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class: type = ModelRegistry.resolve_model_cls(versions.architectures(runner))[0]
+    return model_class
+
+
+def _attention_type(runner: Any) -> str:
+    try:
+        return attention_type(_model_class(runner))
+    except ValueError:  # not SGLang's: it may run the code of Transformers
+        return "DECODER"
 
 
 def _layer_kinds(config: Any, ranks: int) -> Iterator[LayerKind]:
@@ -158,8 +167,9 @@ def _without_memory(kind: type, **members: Any) -> Any:
 
 def _model(runner: Any, config: Any, kinds: list[LayerKind], ranks: int) -> torch.nn.Module:
     """A module with the attention layers of the model, and with its method for image masks if it has one."""
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
+    kind_of_layers = AttentionType[_attention_type(runner)]
     cap = getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0.0
     model = torch.nn.ModuleList(
         RadixAttention(
@@ -171,14 +181,11 @@ def _model(runner: Any, config: Any, kinds: list[LayerKind], ranks: int) -> torc
             logit_cap=cap,
             v_head_dim=kind.v_head_dim,
             sliding_window_size=-1 if kind.window is None else kind.window,
+            attn_type=kind_of_layers,
         )
         for kind in kinds
         for layer in kind.layers
     )
-    if getattr(config, "is_multimodal", False):
-        from sglang.srt.models.registry import ModelRegistry
-
-        model_class, _ = ModelRegistry.resolve_model_cls(versions.architectures(runner))
-        if hasattr(model_class, "prepare_attn_masks"):
-            vars(model)["prepare_attn_masks"] = None
+    if getattr(config, "is_multimodal", False) and hasattr(_model_class(runner), "prepare_attn_masks"):
+        vars(model)["prepare_attn_masks"] = None
     return model

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor.model_source import attention_type
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.doctor.test_diagnosis import CPU, NAME, SIZES, WRAP, diagnosis
 
 
@@ -32,3 +36,33 @@ def test_a_model_for_which_sglang_takes_certain_backends_only(way, told, tmp_pat
     message = capsys.readouterr().err
     assert "GptOssForCausalLM requires one of [" in message
     assert ("and set PREFIXPACK_WRAP=1" in message) == told
+
+
+@pytest.mark.parametrize("way", [NAME, ()])
+@pytest.mark.parametrize(("family", "architecture"), [("Bert", "BertModel"), ("XLMRoberta", "XLMRobertaModel")])
+def test_layers_of_an_encoder_are_refused(family: str, architecture: str, way: tuple[str, ...], tmp_path: Path) -> None:
+    config = getattr(transformers, f"{family}Config")(**SIZES | {"head_dim": 16}, architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    found = diagnosis(tmp_path, "--is-embedding", *way, **WRAP)
+    assert not found.packs
+    assert found.steps["extend"].reason == reasons.NON_CAUSAL
+    assert [answer.reason for _, answer in found.layers] == [reasons.NON_CAUSAL]
+
+
+def test_prefill_of_an_embedding_model_that_is_causal_runs_packed(tmp_path: Path) -> None:
+    transformers.Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    found = diagnosis(tmp_path, "--is-embedding", **WRAP)
+    assert found.steps["extend"].reason is None
+
+
+def test_the_type_of_layers_is_that_of_the_nearest_class_that_builds_them() -> None:
+    from sglang.srt.models import bert, gemma3_causal, llama
+
+    assert attention_type(bert.BertModel) == attention_type(bert.BertForSequenceClassification) == "ENCODER_ONLY"
+    assert attention_type(llama.LlamaForCausalLM) == "DECODER"
+    assert attention_type(gemma3_causal.Gemma3ForCausalLM) == "DECODER"  # a configuration may say otherwise
+
+
+def test_a_model_that_sglang_runs_with_the_code_of_transformers_has_the_layers_of_a_decoder() -> None:
+    runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["NobodysModel"])))
+    assert planned_runner._attention_type(runner) == "DECODER"

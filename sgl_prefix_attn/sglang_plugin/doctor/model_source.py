@@ -1,8 +1,4 @@
-"""Over which ranks a model's code spreads its attention heads. Read from its source, as no model is built here.
-
-With data parallel attention or `--attn-cp-size` SGLang's KV pool has the heads of a rank of an attention group. Some
-models divide their heads in the same way. Others divide by all tensor-parallel ranks, and differ from the pool.
-"""
+"""What the code of a model says about its attention layers. Read from its source, as no model is built here."""
 
 from __future__ import annotations
 
@@ -18,11 +14,15 @@ import torch
 _MODELS = "sglang.srt.models."
 _BUILDS_ATTENTION = re.compile(r"\bRadixAttention\(")
 _ATTENTION_GROUP = re.compile(r"\b(?:attn_tp_size|get_attention_tp_size)\b")
+_ATTENTION_TYPE = re.compile(r"\battn_type=AttentionType\.(\w+),?\s")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 def knows_attention_groups(model_class: type) -> bool:
     """Whether the attention layers of a model divide their heads by the ranks of an attention group.
+
+    With data parallel attention or `--attn-cp-size` SGLang's KV pool does. Models that divide by all tensor-parallel
+    ranks differ from it.
 
     True too if no such layer is found, or if the model's configuration chooses between layers of both kinds.
 
@@ -31,6 +31,18 @@ def knows_attention_groups(model_class: type) -> bool:
     """
     found = _attention_classes(model_class)
     return not found or any(_ATTENTION_GROUP.search(_source(parent)) for kind in found for parent in _of_models(kind))
+
+
+def attention_type(model_class: type) -> str:
+    """The member of SGLang's AttentionType that the attention layers of a model have: DECODER unless they name another.
+
+    DECODER too if the model's configuration chooses.
+
+    Args:
+        model_class: SGLang's class of the model.
+    """
+    found = {name for kind in _attention_classes(model_class) for name in _ATTENTION_TYPE.findall(_source(kind))}
+    return found.pop() if len(found) == 1 else "DECODER"
 
 
 def _attention_classes(model_class: type) -> list[type]:
