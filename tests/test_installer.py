@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 import setuptools
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.installer import cli, setup_env
-from sgl_prefix_attn.installer.setup_env import Installer, Settings, SetupError
+from sgl_prefix_attn.installer import cli, setup_env, stages
+from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,11 +55,19 @@ def test_a_call_goes_on_where_the_last_one_ended(gpu, first, commands, tmp_path,
 
 
 def test_a_command_that_fails_ends_with_its_last_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(setup_env, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(stages, "HEARTBEAT_SECONDS", 0.2)
     installer = Installer(Settings(tmp_path, "0.5.20", gpu=False))
     with pytest.raises(SetupError, match=r"failed with status 3: (.|\n)*no such package\nwhole output: "):
         installer._command([sys.executable, "-c", "import time; time.sleep(1); exit(print('no such package') or 3)"])
     assert "still working" in capsys.readouterr().out
+
+
+def test_a_python_with_nothing_installed_runs_it_from_anywhere(tmp_path: Path) -> None:
+    script = ROOT / "sgl_prefix_attn" / "installer" / "setup_env.py"
+    command = [sys.executable, "-I", "-S", str(script), "--list", "--gpu", "no", "--venv", "here"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"1/7 venv    to do  virtual environment {tmp_path / 'here'} with Python" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

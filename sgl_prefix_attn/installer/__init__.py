@@ -1,1 +1,1 @@
-"""Environments: `setup_env` for a source checkout, `cli` for SGLang on a CPU beside an installed wheel."""
+"""Environments: `setup_env` for a source checkout, `cli` for SGLang on a CPU beside a wheel; `stages` of both."""

@@ -8,15 +8,8 @@ import sys
 from pathlib import Path
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.installer.setup_env import (
-    DEFAULT_SGLANG,
-    Installer,
-    Settings,
-    SetupError,
-    Stage,
-    check_python,
-    only_one,
-)
+from sgl_prefix_attn.installer.setup_env import DEFAULT_SGLANG, check_python, only_one
+from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError, Stage
 
 
 class HereInstaller(Installer):
