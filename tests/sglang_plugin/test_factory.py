@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
@@ -327,3 +328,25 @@ class TestDraftModel:
     def test_where_that_cannot_be_done_the_option_is_named(self) -> None:
         with pytest.raises(ValueError, match="name one with --speculative-draft-attention-backend, for example 'fa3'"):
             self.create(server_args=SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("requires", "installed", "warns"),
+    [
+        (["torch==2.9", "flashinfer_python[cu13]==0.6.18"], "0.6.17", True),
+        (["flashinfer_python[cu13]==0.6.18"], "0.6.18", False),
+        (["flashinfer_python[cu13]==0.6.18"], "0.7.0", False),
+        (["flashinfer-python>=0.6; extra == 'other'"], "0.5", False),
+        (None, "0.5", False),
+        (["flashinfer_python==0.6.18"], "of my own", False),
+    ],
+)
+def test_an_old_flashinfer_is_named(requires, installed, warns, monkeypatch, caplog):
+    """SGLang's own check of the version asks for the name that the server was started with."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flashinfer", lambda runner: runner)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    assert build_stock("runner", "flashinfer") == "runner"
+    assert ("flashinfer-python 0.6.17 is older than SGLang requires" in caplog.text) == warns

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from sgl_prefix_attn.settings import accepted_values
 from sgl_prefix_attn.sglang_plugin.compat import versions
@@ -86,7 +90,24 @@ def build_stock(runner: Any, name: str) -> Any:
             f"stock_backend={name!r}: SGLang {versions.installed_version()} has no such attention backend; it has "
             f"{', '.join(sorted(ATTENTION_BACKENDS))}"
         ) from None
+    if name == "flashinfer":
+        _warn_of_old("flashinfer-python")
     return getattr(factory, STOCK_FACTORY, factory)(runner)
+
+
+def _warn_of_old(package: str) -> None:
+    """Logs a warning if a package is older than SGLang requires. SGLang looks itself where it sees its own names."""
+    try:
+        wanted = [Requirement(line) for line in importlib.metadata.requires("sglang") or ()]
+        installed = Version(importlib.metadata.version(package))
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # a build of one's own: nobody knows what it needs
+        return
+    for requirement in wanted:
+        required = canonicalize_name(requirement.name) == package
+        if not required or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        if any(installed < Version(limit.version) for limit in requirement.specifier if limit.operator in ("==", ">=")):
+            logger.warning("prefixpack: %s %s is older than SGLang requires: %s", package, installed, requirement)
 
 
 def knows_kv_scales(name: str) -> bool:
