@@ -28,6 +28,7 @@ from typing import Any
 from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.backend.running_prompts import RunningPrompts
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 KEY = "prefixpack"
@@ -82,7 +83,7 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
     if state is None or state.handover is None:
         return
     try:
-        running = None if scheduler is None else state.own(RunningPrompts).state(scheduler.running_batch.reqs)
+        running = None if scheduler is None else state.own(RunningPrompts).state(versions.running_requests(scheduler))
         command = live_commands.command_of(args[0] if args else kwargs.get("recv_req"))
         if command is not None:
             result.internal_state[live_commands.ANSWER_KEY] = live_commands.answer(command, state)

@@ -349,3 +349,10 @@ def starts_beams(requests: Sequence[Any]) -> bool:
 def anything_runs(adder: Any) -> bool:
     """Whether requests decode while SGLang's PrefillAdder admits others."""
     return adder.running_batch is not None and not adder.running_batch.is_empty()
+
+
+def running_requests(scheduler: Any) -> list[Any]:
+    """Requests that decode. SGLang keeps those that have ended in their batch until its next step."""
+    # In a pipeline, `running_batch` is that of one microbatch.
+    batches = getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
+    return [request for batch in batches for request in batch.reqs if not request.finished()]

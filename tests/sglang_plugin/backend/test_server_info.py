@@ -25,6 +25,23 @@ def answer() -> Any:
     return SimpleNamespace(internal_state={"world_size": 1})
 
 
+def batch(*prompts: Any, ended: bool = False) -> Any:
+    """A batch of SGLang's with requests of these prompts."""
+    return SimpleNamespace(
+        reqs=[
+            SimpleNamespace(rid=f"{number}-{len(prompt)}", origin_input_ids=prompt, finished=lambda: ended)
+            for number, prompt in enumerate(prompts)
+        ]
+    )
+
+
+def running(scheduler: Any) -> RunningPrompts:
+    """What a scheduler tells about its running requests."""
+    result = answer()
+    server_info.after_get_internal_state(result, scheduler)
+    return RunningPrompts.model_validate(result.internal_state["prefixpack"]["running"])
+
+
 class TestState:
     def test_it_joins_sglangs_answer_and_is_what_explain_reads(self) -> None:
         fixture = Fixture(PATHS, [30, 27, 25, 9])
@@ -54,15 +71,18 @@ class TestState:
         Fixture(PATHS, [30, 27, 25, 9])
         shared = list(range(600))
         prompts = [array("q", shared), [*shared, 7], [5, *shared]]
-        requests = [SimpleNamespace(rid=str(i), origin_input_ids=prompt) for i, prompt in enumerate(prompts)]
-        result = answer()
-        server_info.after_get_internal_state(result, SimpleNamespace(running_batch=SimpleNamespace(reqs=requests)))
-        told = RunningPrompts.model_validate(result.internal_state["prefixpack"]["running"])
+        told = running(SimpleNamespace(running_batch=batch(*prompts)))
         one, longer, other = told.prompts
         assert (one.tokens, longer.tokens, told.block) == (600, 601, 512)
         assert [len(prompt.hashes) for prompt in told.prompts] == [2, 2, 2]
         assert one.hashes[0] == longer.hashes[0]
         assert len({one.hashes[1], longer.hashes[1], *other.hashes}) == 4
+
+    def test_all_microbatches_of_a_pipeline_run_and_ended_requests_do_not(self) -> None:
+        Fixture(PATHS, [30, 27, 25, 9])
+        microbatches = [batch([1] * 10), batch([1] * 20, [1] * 30), batch([1] * 40, ended=True)]
+        told = running(SimpleNamespace(running_batch=microbatches[0], running_mbs=microbatches))
+        assert [prompt.tokens for prompt in told.prompts] == [10, 20, 30]
 
     def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
         result = answer()
