@@ -269,10 +269,10 @@ class TestRefused:
         packs = Settings(wrap=True, pack_extend=True)  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), packs) is None
 
-    @pytest.mark.parametrize("mixes", [False, True])
-    def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, mixes: bool) -> None:
+    @pytest.mark.parametrize(("asked", "chunk", "mixes"), [(False, 64, False), (True, 64, True), (True, -1, False)])
+    def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, asked: bool, chunk: int, mixes: bool) -> None:
         """`pack_mixed` is on by default on a CPU; without mixed steps it packs nothing."""
-        fixture = new_fixture(server_args=SimpleNamespace(enable_mixed_chunk=mixes))
+        fixture = new_fixture(server_args=SimpleNamespace(enable_mixed_chunk=asked, chunked_prefill_size=chunk))
         settings = Settings(wrap=True, route="stock", pack_extend=False)  # type: ignore[arg-type]
         refusal = eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, settings)
         assert refusal == (None if mixes else reasons.DISABLED)

@@ -203,7 +203,7 @@ def has_steps(runner: Any, mode: Mode) -> bool:
     if mode in ("decode", "mixed", "verify") and versions.has_no_decode_steps(runner):
         return False
     if mode == "mixed":
-        return bool(versions.argument(runner, "enable_mixed_chunk") or versions.attention_dp_ranks(runner) > 1)
+        return versions.mixes_chunks(runner) or versions.attention_dp_ranks(runner) > 1
     return mode != "verify" or versions.speculates(runner)
 
 

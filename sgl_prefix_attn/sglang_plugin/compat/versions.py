@@ -327,6 +327,12 @@ def argument_in_use(runner: Any, off: Mapping[str, Any]) -> str | None:
     return None
 
 
+def mixes_chunks(runner: Any) -> bool:
+    """Whether running requests join prefill steps. SGLang mixes chunks only: not with --chunked-prefill-size -1."""
+    chunk = argument(runner, "chunked_prefill_size")
+    return bool(argument(runner, "enable_mixed_chunk")) and chunk is not None and chunk > 0
+
+
 def waits_for_free_slots(runner: Any) -> bool:
     """Whether SGLang (0.5.16 and later) admits no request until several slots are free; with DFlash by default."""
     least = argument(runner, "min_free_slots_delay")

@@ -148,8 +148,10 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
         if name == trtllm_mha.NAME and steps[mode].reason is None:
             steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.TESTED])))
-    if not versions.argument(runner, "enable_mixed_chunk"):
-        steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
+    if not versions.mixes_chunks(runner):
+        mixed_chunk = versions.argument(runner, "enable_mixed_chunk")
+        note = "without chunked prefill" if mixed_chunk else "without --enable-mixed-chunk"
+        steps["mixed"] = Answer(advice.NO_SUCH_STEPS, note)
     if runner.spec_algorithm.is_none():
         steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
     else:

@@ -330,10 +330,8 @@ def _may_gain_in_mixed(runner: Any, kernels: Kernels) -> bool:
     """Whether a server has mixed steps that packing was measured to speed up: not with masks of images, nor
     with drafts."""
     masked = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
-    chunk = versions.argument(runner, "chunked_prefill_size")
-    # SGLang mixes chunks only. Without a size, buffers for the longest context would be for nothing.
-    mixes = versions.argument(runner, "enable_mixed_chunk") and chunk and chunk > 0
-    return kernels.name == "native" and bool(mixes) and not masked and not versions.speculates(runner)
+    mixes = versions.mixes_chunks(runner)  # else buffers for the longest context would be for nothing
+    return kernels.name == "native" and mixes and not masked and not versions.speculates(runner)
 
 
 def _most_prefill_tokens(runner: Any) -> int:
