@@ -25,9 +25,9 @@ from sgl_prefix_attn.routing.profile import Profile, shipped_profile
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SOURCES = (
     "gpu_attention.json:fa3,flashinfer_tc,flashinfer_cc",
-    "gpu_drawn_dev1_before.json:fa3,flashinfer_tc,flashinfer_cc",
-    *(f"gpu_drawn_dev{seed}.json:native" for seed in (2, 3, 6)),
+    *(f"gpu_drawn_dev{seed}.json" for seed in (61, 62, 63, 64, 65)),
 )
+ACCEPTANCE = ("gpu_drawn.json", "gpu_drawn_857294969.json")
 HEAD_DIM = 128
 STOCKS = ("fa3", "flashinfer")
 ALL = "all heads (shipped)"
@@ -60,14 +60,15 @@ def verdict_of(profile: Profile, cases: list[MeasuredCase], backend: str) -> Ver
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", default="gpu_drawn.json", metavar="FILE", help="rows to route")
+    parser.add_argument("--check", nargs="+", default=ACCEPTANCE, metavar="FILE", help="rows to route")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     fitted = gather([Source.parse(str(RESULTS / text)) for text in SOURCES], kv_bytes=2)
     fitted = replace(fitted, cases=[case for case in fitted.cases if case.shape.head_dim == HEAD_DIM])
     check = [
         case
-        for case in read_results(RESULTS / args.check).cases
+        for file in args.check
+        for case in read_results(RESULTS / file).cases
         if case.shape.kv_bytes == 2 and case.shape.head_dim == HEAD_DIM
     ]
     made = profiles_by_heads(fitted)
@@ -86,7 +87,7 @@ def main() -> None:
                     )
         print(f"{stock}\n" + "\n".join(table_lines(summary(rows))))
     if args.out is not None:
-        content = {"check": args.check, "fitted": list(SOURCES), "rows": by_stock}
+        content = {"check": list(args.check), "fitted": list(SOURCES), "rows": by_stock}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

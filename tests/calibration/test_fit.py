@@ -20,17 +20,16 @@ from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results, stock_kernel
 from sgl_prefix_attn.routing.profile import load_profile, read_shipped, shipped_profile
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads import ALL_FAMILIES
 
 RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RESULTS = RESULTS_FOLDER / "gpu_attention.json"
 RESULTS_OF_FP8_KV = RESULTS_FOLDER / "gpu_attention_fp8.json"
 VERIFY_STEPS = RESULTS_FOLDER / "verify_4_1196418529.json"
-DEV_SEEDS = [f"gpu_drawn_dev{seed}.json:native" for seed in (2, 3, 6)]
+DEV_SEEDS = [f"gpu_drawn_dev{seed}.json" for seed in (61, 62, 63, 64, 65)]
 SOURCES = [
     "gpu_attention.json:triton,fa3,flashinfer_tc,flashinfer_cc,triton_gqa,triton_mha",
-    "gpu_drawn_dev1_before.json:fa3,flashinfer_tc,flashinfer_cc",
     *DEV_SEEDS,
 ]
 SOURCES_OF_FP8_KV = ["gpu_attention_fp8.json:triton,flashinfer_tc,flashinfer_cc", *DEV_SEEDS]
@@ -131,7 +130,7 @@ class TestMeasuredSteps:
         assert verdict.mean_regret < 0.03
         packed = self.verdict(measured, "packed", backend)
         assert verdict.worst_loss[0] < 0.2 < packed.worst_loss[0], "or it is not worth it"
-        assert verdict.mean_regret < packed.mean_regret or backend == "triton", "packed is behind it on three steps"
+        assert verdict.behind < packed.behind / 2
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
     def test_the_conservative_rule_loses_little_and_gains(self, measured: Results, backend: str) -> None:
@@ -174,7 +173,7 @@ class TestMeasuredSteps:
         assert "that of NVIDIA H200 decides" in unknown[0]
 
     def test_fp8_kv_has_a_profile_of_its_own(self) -> None:
-        """flashinfer alone takes it. By 16-bit KV's profile a fifth of the time would be lost."""
+        """flashinfer alone takes it. By 16-bit KV's profile a quarter of the time would be lost."""
         stock = Source.parse(f"{RESULTS_OF_FP8_KV}:flashinfer_tc,flashinfer_cc").read(kv_bytes=1)
         times = simulated_times(stock)
         fp8 = replace(stock, cases=[replace(case, packed={"native": times[case.key]}) for case in stock.cases])
@@ -186,16 +185,16 @@ class TestMeasuredSteps:
         other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
         assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.05
 
-    @pytest.mark.parametrize(("backend", "mean"), [("fa3", 0.019), ("flashinfer", 0.026)])
-    def test_drawn_steps_that_were_not_fitted(self, backend: str, mean: float) -> None:
-        """Packed times behind the profile are of kernels before these, so it packs too rarely."""
-        drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
-        assert drawn.kernels_version == KERNELS_VERSION, "profiles of TAKEN_VERSIONS are judged on these kernels"
-        assert shipped_profile().kernels_version in TAKEN_VERSIONS
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+    @pytest.mark.parametrize(("file", "steps"), [("gpu_drawn.json", 211), ("gpu_drawn_857294969.json", 214)])
+    def test_drawn_steps_that_were_not_fitted(self, file: str, steps: int, backend: str) -> None:
+        drawn = read_results(RESULTS_FOLDER / file)
+        assert drawn.kernels_version == KERNELS_VERSION
         verdict = self.verdict(drawn, "shipped", backend)
-        assert verdict.steps == 217
-        assert verdict.regret < 0.02
-        assert verdict.mean_regret < mean
+        assert verdict.steps == steps
+        assert verdict.regret < 0.011
+        assert verdict.mean_regret < 0.021
+        assert verdict.behind == 0 < self.verdict(drawn, "packed", backend).behind
         conservative = self.verdict(drawn, "conservative", backend)
         assert conservative.worst_loss[0] <= 0.02
         assert verdict.mean_regret < conservative.mean_regret / 10
@@ -219,6 +218,7 @@ class TestMeasuredSteps:
     def test_a_shipped_profile_is_what_the_command_makes_of_the_results(self, sources, name, tmp_path):
         files = [str(RESULTS_FOLDER / source) for source in sources]
         out, shipped = tmp_path / "p.json", read_shipped(name)
+        assert shipped.kernels_version == KERNELS_VERSION, "or servers say that they borrow it"
         assert main(["calibrate", "--kv-bits", str(8 * shipped.kv_bytes), "--out", str(out), "--from", *files]) == 0
         made = load_profile(out)
         assert made.kv_bytes == shipped.kv_bytes

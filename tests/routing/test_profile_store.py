@@ -10,7 +10,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.profile import MeasuredStep, ProfileError, parse_profile
+from sgl_prefix_attn.routing.profile import SHIPPED_FILES, MeasuredStep, ProfileError, parse_profile, read_shipped
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, refusal, user_folder
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 from tests.routing.profiles import profile
@@ -75,12 +75,23 @@ def test_kv_types(tmp_path: Path) -> None:
     assert taken(tmp_path, facts(kv_bytes=1, stock="flashinfer_tc")) == "shipped h200_fp8_kv"
     found = ProfileStore.read(folder=tmp_path).find(facts(kv_bytes=1))
     assert found is not None
-    older = f"kernels of version {found.stored.profile.kernels_version}; these are of {KERNELS_VERSION}"
-    assert found.borrowed == f"16-bit KV; of 8 bits, predictions know the bytes alone; {older}"
+    assert found.borrowed == "16-bit KV; of 8 bits, predictions know the bytes alone"
     assert taken(tmp_path, facts(kv_bytes=4, dtype="fp32")) is None
     found = ProfileStore.read(folder=tmp_path).find(facts("32/8/64", kv_bytes=1, stock="flashinfer_tc"))
     assert found is not None
-    assert found.borrowed == f"head_dim 128; this is 64; {older}"
+    assert found.borrowed == "head_dim 128; this is 64"
+
+
+def test_kernels_of_an_earlier_version(tmp_path: Path) -> None:
+    write(tmp_path, "p", kernels_version=min(TAKEN_VERSIONS))
+    found = ProfileStore.read(folder=tmp_path).find(facts())
+    assert found is not None
+    assert found.stored.origin == "user"
+    assert found.borrowed == f"kernels of version {min(TAKEN_VERSIONS)}; these are of {KERNELS_VERSION}"
+
+
+def test_the_shipped_profiles_are_of_these_kernels() -> None:
+    assert {read_shipped(name).kernels_version for name in SHIPPED_FILES} == {KERNELS_VERSION}
 
 
 @pytest.mark.parametrize(
