@@ -257,8 +257,8 @@ _BATCHES = (
     *attributes_of("managers.schedule_batch.Req", "beam_group", since="0.5.19"),
     *attributes_of("managers.schedule_batch.Req", "kv_committed_len", until="0.5.18"),
     *attributes_of("managers.schedule_batch.ReqKvInfo", "kv_committed_len", since="0.5.19"),
-    *attributes_of("managers.scheduler.Scheduler", "running_batch"),
-    *attributes_of("managers.scheduler_pp_mixin.SchedulerPPMixin", "running_mbs"),
+    *attributes_of("managers.scheduler.Scheduler", "last_batch running_batch"),
+    *attributes_of("managers.scheduler_pp_mixin.SchedulerPPMixin", "mbs running_mbs"),
     *attributes_of(
         "model_executor.forward_batch_info.ForwardBatch",
         "batch_size encoder_lens extend_input_logprob_token_ids_gpu extend_logprob_start_lens_cpu extend_num_tokens "

@@ -359,6 +359,11 @@ def anything_runs(adder: Any) -> bool:
 
 def running_requests(scheduler: Any) -> list[Any]:
     """Requests that decode. SGLang keeps those that have ended in their batch until its next step."""
-    # In a pipeline, `running_batch` is that of one microbatch.
-    batches = getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
-    return [request for batch in batches for request in batch.reqs if not request.finished()]
+    if getattr(scheduler, "running_mbs", None):  # a pipeline, whose `running_batch` is that of one microbatch
+        batches, last = scheduler.running_mbs, scheduler.mbs
+    else:
+        batches, last = [scheduler.running_batch], [scheduler.last_batch]
+    # A mixed step takes the running requests along: they are in its batch, and their own is empty.
+    mixed = [request for batch in last if batch is not None for request in batch.reqs if request.output_ids]
+    running = [request for batch in batches for request in batch.reqs]
+    return [request for request in {id(each): each for each in (*running, *mixed)}.values() if not request.finished()]

@@ -25,11 +25,13 @@ def answer() -> Any:
     return SimpleNamespace(internal_state={"world_size": 1})
 
 
-def batch(*prompts: Any, ended: bool = False) -> Any:
+def batch(*prompts: Any, ended: bool = False, decodes: bool = True) -> Any:
     """A batch of SGLang's with requests of these prompts."""
     return SimpleNamespace(
         reqs=[
-            SimpleNamespace(rid=f"{number}-{len(prompt)}", origin_input_ids=prompt, finished=lambda: ended)
+            SimpleNamespace(
+                rid=f"{number}-{len(prompt)}", origin_input_ids=prompt, output_ids=[7] * decodes, finished=lambda: ended
+            )
             for number, prompt in enumerate(prompts)
         ]
     )
@@ -71,7 +73,7 @@ class TestState:
         Fixture(PATHS, [30, 27, 25, 9])
         shared = list(range(600))
         prompts = [array("q", shared), [*shared, 7], [5, *shared]]
-        told = running(SimpleNamespace(running_batch=batch(*prompts)))
+        told = running(SimpleNamespace(running_batch=batch(*prompts), last_batch=None))
         one, longer, other = told.prompts
         assert (one.tokens, longer.tokens, told.block) == (600, 601, 512)
         assert [len(prompt.hashes) for prompt in told.prompts] == [2, 2, 2]
@@ -81,8 +83,18 @@ class TestState:
     def test_all_microbatches_of_a_pipeline_run_and_ended_requests_do_not(self) -> None:
         Fixture(PATHS, [30, 27, 25, 9])
         microbatches = [batch([1] * 10), batch([1] * 20, [1] * 30), batch([1] * 40, ended=True)]
-        told = running(SimpleNamespace(running_batch=microbatches[0], running_mbs=microbatches))
+        told = running(SimpleNamespace(running_mbs=microbatches, mbs=[None, microbatches[1], None]))
         assert [prompt.tokens for prompt in told.prompts] == [10, 20, 30]
+
+    def test_requests_that_a_mixed_step_took_along_run(self) -> None:
+        """SGLang leaves an empty running batch behind until the next step. A prompt's first chunk decodes nothing."""
+        Fixture(PATHS, [30, 27, 25, 9])
+        mixed = SimpleNamespace(reqs=[*batch([1] * 10, [1] * 20).reqs, *batch([1] * 30, decodes=False).reqs])
+        for scheduler in (
+            SimpleNamespace(running_batch=batch(), last_batch=mixed),
+            SimpleNamespace(running_mbs=[batch(), batch()], mbs=[None, mixed]),
+        ):
+            assert [prompt.tokens for prompt in running(scheduler).prompts] == [10, 20]
 
     def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
         result = answer()
