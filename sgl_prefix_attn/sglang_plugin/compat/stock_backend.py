@@ -7,9 +7,6 @@ import logging
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from sgl_prefix_attn.settings import accepted_values
 from sgl_prefix_attn.sglang_plugin.compat import versions
@@ -96,18 +93,34 @@ def build_stock(runner: Any, name: str) -> Any:
 
 
 def _warn_of_old(package: str) -> None:
-    """Logs a warning if a package is older than SGLang requires. SGLang looks itself where it sees its own names."""
+    """Logs a warning if a package is older than SGLang requires. SGLang looks itself where it sees its own names.
+
+    Never raises: a server must start with any metadata, a wildcard or a broken installation included.
+    """
     try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("sglang") or ()]
-        installed = Version(importlib.metadata.version(package))
-    except (importlib.metadata.PackageNotFoundError, ValueError):  # a build of one's own: nobody knows what it needs
-        return
-    for requirement in wanted:
-        required = canonicalize_name(requirement.name) == package
-        if not required or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+        for requirement in _unmet(package):
+            logger.warning("prefixpack: %s is older than SGLang requires: %s", package, requirement)
+    except Exception as error:  # the one guard: nobody knows what a build of one's own needs
+        logger.debug("prefixpack: version of %s not checked: %s", package, error)
+
+
+def _unmet(package: str) -> list[str]:
+    """Requirements of the installed SGLang that a package is too old for."""
+    from packaging.requirements import Requirement  # a dependency of sglang, not of ours
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    installed = Version(importlib.metadata.version(package))
+    found = []
+    for requirement in map(Requirement, importlib.metadata.requires("sglang") or ()):
+        if canonicalize_name(requirement.name) != package:
             continue
-        if any(installed < Version(limit.version) for limit in requirement.specifier if limit.operator in ("==", ">=")):
-            logger.warning("prefixpack: %s %s is older than SGLang requires: %s", package, installed, requirement)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        least = [limit.version for limit in requirement.specifier if limit.operator in ("==", ">=", "~=")]
+        if any(installed < Version(version.removesuffix(".*")) for version in least):
+            found.append(f"{requirement}, installed is {installed}")
+    return found
 
 
 def knows_kv_scales(name: str) -> bool:
