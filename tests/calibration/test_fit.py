@@ -30,6 +30,7 @@ VERIFY_STEPS = RESULTS_FOLDER / "verify_4_1196418529.json"
 DEV_SEEDS = [f"gpu_drawn_dev{seed}.json" for seed in (61, 62, 63, 64, 65)]
 SOURCES = [
     "gpu_attention.json:triton,fa3,flashinfer_tc,flashinfer_cc,triton_gqa,triton_mha",
+    "gpu_drawn_dev1_before.json:fa3",  # head_dim 64 and 256
     *DEV_SEEDS,
 ]
 SOURCES_OF_FP8_KV = ["gpu_attention_fp8.json:triton,flashinfer_tc,flashinfer_cc", *DEV_SEEDS]
