@@ -12,7 +12,7 @@ import sgl_prefix_attn
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of installed packages, None where one is not, and of this project's code, whatever its metadata says."""
+    """Versions of installed packages, None where one is not, and of this project's code, whatever its metadata says."""
     versions: dict[str, str | None] = {}
     for package in packages:
         try:

@@ -25,7 +25,7 @@ def prediction_error(row: Row) -> float | None:
 
 
 def figures(rows: Iterable[Row]) -> dict[str, Any]:
-    """Of some rows: None where nothing was measured."""
+    """The figure of some rows; None where nothing was measured."""
     rows = list(rows)
     ratios = [(value, row["key"]) for row in rows if (value := ratio(row))]
     errors = [error for row in rows if (error := prediction_error(row)) is not None]

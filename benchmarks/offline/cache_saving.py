@@ -41,7 +41,7 @@ ORDERS = {
 
 
 def grouped_jobs(prompts: Tokens, tree: PrefixTree, output: int) -> list[Job]:
-    """As the batch runner hands them to an engine."""
+    """The requests as the batch runner hands them to an engine."""
     order = np.array(list(GroupOrder(tree, np.full(len(prompts), float(output)))))
     shared = consecutive_sharing(tree.prompts, order)
     return [

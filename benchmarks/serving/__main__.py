@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that the servers are stopped on the way out.
+    # An exception stops the servers on the way out.
     raise SystemExit(128 + number)
 
 

@@ -15,7 +15,7 @@ _PREFIXES = ("GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "PREFIXPACK_", "SGLANG_", "TO
 
 
 def package_versions() -> dict[str, str | None]:
-    """Of what takes part; None where it is not installed."""
+    """Versions of what takes part; None where it is not installed."""
     return versions_of(PACKAGES)
 
 

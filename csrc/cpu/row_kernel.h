@@ -189,7 +189,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
     decay[r] = softmax_step(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count, last,
                             visible_mask(task, source.query), state.largest + row + r, state.sum + row + r);
   }
-  // As many accumulators as fit in registers beside the converted values.
+  // Vectors whose accumulators fit in registers beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
   add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, row == 0, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);

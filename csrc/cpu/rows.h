@@ -52,7 +52,7 @@ PREFIXPACK_INLINE uint64_t visible_mask(const ItemTask& task, int32_t query) {
   const uint64_t* visible = task.params->visible;
   return visible == nullptr ? ~uint64_t{0} : visible[task.plan->query_token[query]];
 }
-// Of the position `back` before the query's own.
+// Whether the mask hides the position `back` before the query's own.
 PREFIXPACK_INLINE bool is_hidden(uint64_t visible, int32_t back) {
   return back >= 0 && back < kMaskedPositions && (visible >> back & 1) == 0;
 }

@@ -96,7 +96,7 @@ struct Simd {
   }
   static PREFIXPACK_INLINE F from_fp16(const uint16_t* p) {
     const U bits = (U)((I)(widen(p) << 16) >> 3) & 0x8fffe000u;  // sign, exponent and mantissa in a float's places
-    // As a float this is too small by 2^112, subnormals included; infinity and NaN need their exponent.
+    // These bits make a float that is too small by 2^112, subnormals included; infinity and NaN need their exponent.
     const U value = (U)((F)bits * 0x1p112f);
     return (F)((bits & 0x0f800000u) == 0x0f800000u ? value | 0x7f800000u : value);
   }
@@ -184,7 +184,7 @@ struct Simd {
   }
   static PREFIXPACK_INLINE I sign_extend(const uint8_t* p) {
     if constexpr (W == 4) {
-      // As above, twice, zeros in the low half.
+      // widen() twice, zeros in the low half.
       typedef uint8_t Bytes __attribute__((vector_size(16)));
       typedef uint16_t Halves __attribute__((vector_size(16)));
       uint32_t four;

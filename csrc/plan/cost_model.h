@@ -22,29 +22,31 @@ struct DeviceModel {
   int32_t workers = 1;             // work items in flight: CTAs on a GPU, threads on a CPU
   double bandwidth = 1;            // bytes per second that all workers read together
   double flops = 1;                // multiply-adds count two; all workers together, full tiles
-  int32_t wide_rows = 0;           // tiles of so many rows or more, if not 0, do
-  double wide_flops = 1;           // so many
+  int32_t wide_rows = 0;           // fewest rows of a wide tile; 0: no tile is wide
+  double wide_flops = 1;           // multiply-adds count two; all workers together, wide tiles
   double item_overhead = 0;        // seconds of a worker to take up an item
   double reread = 1;               // cost of reading KV again right after a sibling tile did, 0 .. 1
   std::vector<int32_t> tile_rows;  // tile table, ascending
-  int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
-  int32_t narrow_per_worker = 1;   // which does so many of them at a time,
-  int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
-  double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
-  int32_t narrow_parts = 1;        // it is so many work tiles, each of which reads its KV,
-  double narrow_reread = 1;        // all but one at this cost, 0 .. 1
-  double lone_speedup = 1;         // of a worker's arithmetic while most others have nothing to do
-  double combine_step = 0;         // seconds of a combine for `combine_width` partials of `combine_rows` rows; a row's
-  int32_t combine_rows = 1;        // partials are added one step after the other, by one worker; narrow items have
-  int32_t combine_width = 1;       // an eighth of the rows and half of the width
-  double combine_latency = 0;      // seconds of a combine before its first step
-  int32_t combine_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
+  int32_t narrow_rows = 0;         // most rows of a narrow item, which takes a part of a worker
+  int32_t narrow_per_worker = 1;   // narrow items that a worker runs at a time
+  int32_t narrow_to_fill = 1;      // narrow items that take all of a worker's bandwidth
+  double narrow_overhead = 0;      // seconds of a worker to take up a narrow item
+  int32_t narrow_parts = 1;        // work tiles of a narrow item, each of which reads its KV
+  double narrow_reread = 1;        // cost of the reads by all parts but the first, 0 .. 1
+  double lone_speedup = 1;         // factor of a worker's arithmetic while most others have nothing to do
+  // One worker adds a row's partials, one step after the other. Narrow items: an eighth of the rows, half of the width.
+  double combine_step = 0;           // seconds of a step of a combine
+  int32_t combine_rows = 1;          // rows of a step
+  int32_t combine_width = 1;         // partials of a row in a step
+  double combine_latency = 0;        // seconds of a combine before its first step
+  int32_t combine_fan_in = 1 << 30;  // most partials in one level; more take two, in groups of the square root
   double overlap = 1;                // 1: a worker computes while it waits for KV; 0: one after the other
 
-  // Of steps with as many rows for each request; without them these have the costs of mixed steps.
-  double widest_flops = 0, medium_flops = 0;  // multiply-adds count two: of the widest tiles, and of other wide ones
-  double deferred_combine = 0;                // seconds of a combine of four steps or more, which is deferred,
-  double deferred_combine_step = 0;           // and for each eight of its partials
+  // Figures of decode and verify steps, whose requests have as many rows each. 0: these have the costs of mixed steps.
+  double widest_flops = 0;           // multiply-adds count two; all workers together, widest tiles
+  double medium_flops = 0;           // multiply-adds count two; all workers together, other wide tiles
+  double deferred_combine = 0;       // seconds of a deferred combine, one of four steps or more
+  double deferred_combine_step = 0;  // seconds per eight partials of a deferred combine
 };
 
 // What a tile costs and takes, by its number of queries.
@@ -97,7 +99,7 @@ class CostModel {
   }
   int32_t workers() const { return device_.workers; }
   int32_t kv_heads() const { return kv_heads_; }
-  // To take up an item of whose tile so many rows are.
+  // Seconds to take up an item in a tile of `tile_rows` rows.
   double overhead(int32_t tile_rows) const {
     return tile_rows <= device_.narrow_rows ? narrow_overhead_seconds_ : overhead_seconds_;
   }
@@ -120,7 +122,7 @@ class CostModel {
   double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
   // Rows of one KV head and `queries` queries, at most queries_per_tile, in steps of a combine.
   int32_t combine_row_steps(int32_t queries, bool narrow) const { return combine_row_steps_[2 * queries + narrow]; }
-  // Seconds of a worker to combine so many partials of so many steps' rows.
+  // Seconds of a worker to combine `partials` partials of the rows of `rows` steps.
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
@@ -134,18 +136,18 @@ class CostModel {
   // A number for each class, by which it is found again.
   int32_t number(const TileClass& tile) const { return static_cast<int32_t>(&tile - tiles_.data()); }
   const TileClass& numbered(int32_t number) const { return tiles_[number]; }
-  // Of `queries`, at most queries_per_tile. Packs are chosen by these costs, which are linear in the length.
+  // The class of `queries`, at most queries_per_tile. Packs are chosen by its costs, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
-  // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
-  // work tiles of every KV split read it as often: splitting makes the items shorter, not the reading less.
+  // The same class, unless one query has too many KV positions for a narrow item. The positions count before the
+  // splits: the work tiles of every KV split read as often, so splits make the items shorter, not the reading less.
   const TileClass& tile(int32_t queries, int32_t tokens) const {
     return queries == 1 && tokens > longest_narrow_ ? narrowest_whole() : tiles_[queries];
   }
-  // Of `queries`, in a tile that takes a whole worker.
+  // The class of `queries` in a tile that takes a whole worker.
   const TileClass& whole_tile(int32_t queries) const {
     return tiles_[queries].rows <= device_.narrow_rows ? narrowest_whole() : tiles_[queries];
   }
-  // The narrowest that takes a whole worker.
+  // The class of the narrowest tile that takes a whole worker.
   const TileClass& narrowest_whole() const { return tiles_.back(); }
   // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that,
   // up to kMostPairedSpeed.

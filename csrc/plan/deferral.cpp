@@ -15,13 +15,13 @@ constexpr int64_t kMostRowsInFour = 256, kMostRowsInTwo = 1024;
 // A longer list is not deferred: its row would keep one warp busy for too long.
 constexpr int32_t kMostPartials = 1024;
 
-// Of a CTA, if it were to combine them.
+// Steps of a CTA that combines `partials` partials of `rows` rows.
 int32_t steps_of(int32_t rows, int32_t partials) {
   const CombineLevels levels = combine_levels(partials, kCombineFanIn, kCombineWidth);
   return (rows + kCombineRows - 1) / kCombineRows * levels.count * levels.steps;
 }
 
-// Of each combine: steps of the largest CTA that combines it; 0 if it is not to be deferred.
+// [num_combines] steps of the largest CTA that combines a row; 0 if the combine is not to be deferred.
 std::vector<int32_t> steps_of_combines(const Plan& plan, const DeferralLimits& limits) {
   std::vector<int32_t> most_rows(plan.num_queries, 0);  // of an item that a CTA runs
   for (const WorkItem& item : plan.items) {

@@ -44,7 +44,7 @@ class IdMap {
   };
   static constexpr size_t kMinEntries = 16;
 
-  // Of the id, or of the free entry where it belongs. At least half of the entries are free.
+  // Index of the id's entry, or of the free one where it belongs. At least half of the entries are free.
   size_t position_of(int64_t id) const {
     constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio
     const size_t mask = entries_.size() - 1;

@@ -17,7 +17,7 @@ constexpr int32_t kMaxJoined = 16;  // nodes of a path per pack; bounds the prog
 
 }  // namespace
 
-// Of one batch. Its memory is that of the packers before it.
+// The packing of one batch. It takes over the memory of the packers before it.
 class Packer {
  public:
   explicit Packer(const CostModel& cost) : cost_(cost) {}

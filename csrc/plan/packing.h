@@ -34,7 +34,7 @@ struct BatchLens {
   int32_t query_len(int32_t request) const {
     return query_lens == nullptr ? 1 : static_cast<int32_t>(query_lens[request]);
   }
-  // Whether each of so many requests has as many, as in a decode or a verify step.
+  // Whether all requests have the same number of query tokens, as in a decode or a verify step.
   bool uniform_rows(int32_t requests) const {
     if (query_lens == nullptr) return true;
     return requests > 0 && query_lens[0] <= kMaskedPositions &&
@@ -48,7 +48,7 @@ Packing pack_forest(const Forest& forest, const BatchLens& lens, const CostModel
 
 class Packer;
 
-// As pack_forest(). Keeps its memory from one packing to the next.
+// pack_forest() with memory that is kept from one packing to the next.
 class ForestPacker {
  public:
   explicit ForestPacker(const CostModel& cost);

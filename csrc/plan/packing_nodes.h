@@ -33,7 +33,7 @@ struct Choice {
   int32_t child;    // node, or -1: the node's one-token tails, or -2 - request: one longer tail
 };
 
-// Which choices join a pack: the first `joining` by rank; of one-token tails only so many.
+// Which choices join a pack: the first `joining` by rank, and at most `joining_tails` one-token tails.
 struct Decision {
   double cost = 0;  // of the subtree
   int32_t joining = 0;

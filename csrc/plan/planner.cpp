@@ -11,7 +11,7 @@ namespace prefixpack {
 
 namespace {
 
-// Of a forest: the packing recurses once per level, and partial results grow with the square of the depth.
+// Levels of a forest: the packing recurses once per level, and partials grow with the square of the depth.
 constexpr int32_t kMaxDepth = 4096;
 constexpr int64_t kMostNewTokens = int64_t{1} << 30;  // of a step; loops over tiles of queries count a little further
 

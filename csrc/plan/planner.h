@@ -54,7 +54,7 @@ class Planner {
 
   bool reusable(const Planned& planned, const int64_t* seq_lens, const int64_t* query_lens);
 
-  // Of steps with costs of their own, see CostModel.
+  // Costs of one kind of step, with what plans by them; see CostModel.
   struct Costs {
     Costs(const ModelShape& shape, const DeviceModel& device, bool uniform_rows)
         : cost(shape, device, uniform_rows), packer(cost), scheduler(cost) {}

@@ -33,7 +33,7 @@ class WorkTileBins {
 
   static constexpr int32_t kBins = 64;
   int64_t count(int32_t bin) const { return count_[bin]; }
-  // Of each work tile. The last bin's work tiles count as the longest of them.
+  // Seconds of each work tile of a bin. Those of the last bin count as the longest of them.
   double work(int32_t bin) const { return bin == kBins - 1 ? longest_ : work_[bin] / static_cast<double>(count_[bin]); }
   int64_t work_tiles() const { return work_tiles_; }
 

@@ -82,7 +82,7 @@ void Scheduler::count_tokens(const Forest& forest, const BatchLens& lens) {
   plan_.kv_tokens_per_request = per_request;
 }
 
-// Of every query by the packs alone.
+// Counts the partials of every query, without KV splits.
 void Scheduler::count_partials(const std::vector<Pack>& packs) {
   num_partials_ = 0;
   partials_.assign(plan_.num_queries, 0);

@@ -99,7 +99,7 @@ class SplitClasses {
   static size_t place_of(uint64_t key) {
     return key * 0x9E3779B97F4A7C15 >> (64 - kPlaceBits);
   }  // 2^64 over the golden ratio
-  // Of a key that is new, or whose place another class has taken.
+  // The class of a key that is new, or whose place another class has taken.
   size_t other_class_of(uint64_t key, int32_t combine_row_steps);
 
   std::vector<Class> classes_;

@@ -12,7 +12,7 @@ namespace {
 constexpr int32_t kSplitAlignment = 16;
 constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
-// Even shares of a warp, or shortest splits: a combine of so many partials takes a warp too long.
+// Even shares of a warp, or shortest splits: the combine of more partials takes a warp too long.
 constexpr double kTooLongForWarps = 32;
 constexpr double kLongestCounted = 2;  // even shares of a worker: longer work tiles are counted as one kind
 // Longest work tiles that are tried, in even shares of a worker.
@@ -22,8 +22,8 @@ constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choi
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
 constexpr int32_t kFirstOfUniform = 2;  // of kShares, in decode and verify steps: longer work tiles never won
 constexpr int32_t kHalvings = 9;        // of the range in which the longest work tile is searched
-// Of the time in which the bandwidth serves all work. The queue model lets work tiles end a little early, but never was
-// as much as 1.08 times as fast in 4,700 tilings.
+// Factor of the time in which the bandwidth serves all work. The queue model lets work tiles end a little early: in
+// 4,700 tilings it never was 1.08 times as fast.
 constexpr double kHopeless = 1.15;
 constexpr int32_t kNarrowerTries = 4;   // for which memory is taken at once: down to a quarter of the width
 constexpr double kWorthFitting = 0.98;  // of the time with other splits
@@ -84,7 +84,7 @@ void Tiling::make_without_narrow(const PackedQueries& queries, int32_t most_quer
   choose(nullptr);
 }
 
-// As many as narrower tiles may be, which are tried next.
+// Makes room for the narrower tiles that are tried next.
 void Tiling::make_room(const PackedQueries& queries, int32_t most_queries) {
   tiles_.make_room(queries.packs.size() + queries.num_partials / std::max(1, most_queries / kNarrowerTries));
 }

@@ -48,11 +48,11 @@ class Tiling {
     list_tiles(queries, most_queries, with_narrow);
     choose(nullptr);
   }
-  // As make(), with narrower tiles than `wider`, near whose choice splits are tried. Returns whether it is done in
+  // Like make(), with narrower tiles than `wider`, near whose choice splits are tried. Returns whether it is done in
   // `worth` of that one's time and reads no more than most_tokens; if not, there may be no choice.
   bool make_narrower(const PackedQueries& queries, int32_t most_queries, bool with_narrow, const Tiling& wider,
                      int64_t most_tokens, double worth);
-  // As make(queries, most_queries, false), beside a tiling of the same queries and width with narrow items.
+  // Equals make(queries, most_queries, false); takes the tiles of `with_narrow`, which has the same queries and width.
   void make_without_narrow(const PackedQueries& queries, int32_t most_queries, const Tiling& with_narrow);
   // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
   double least_finish_without_narrow() const;
@@ -111,7 +111,7 @@ class Tiling {
   double seconds_if_split(const Tile& tile, int32_t splits) const;
   double streaming() const;                                   // seconds of work without overheads, unless any is split
   double even_share() const { return total_ / per_worker_; }  // seconds of work for each worker
-  // Of the work for each worker, but no less than what is worth taking up.
+  // Seconds of work for each worker, but no less than is worth taking up.
   double share() const { return std::max(even_share(), 2 * longest_overhead_); }
   void sort_out_splittable();
   double finish_time(const SplitLimits& limits, double limit);

@@ -34,7 +34,7 @@ class StepBar(tqdm):
         self._moved = time.monotonic()
 
     def reach(self, done: int) -> None:
-        """Shows that so many steps are done."""
+        """Shows how many steps are done."""
         if done > self.n:
             self._moved = time.monotonic()
             self.set_postfix_str("", refresh=False)

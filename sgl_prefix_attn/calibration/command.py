@@ -25,7 +25,7 @@ from sgl_prefix_attn.routing.profile_store import NOT_PROFILES, user_folder
 
 LEAST_CHECK_SEEDS = 5
 FIT_SEEDS = 3
-# Of files beside a profile, and of reports: as a profile one would replace the other.
+# Endings of files beside a profile, and of reports: a profile with one would replace the other file.
 _NO_PROFILES = (*NOT_PROFILES, ".png", ".html")
 
 

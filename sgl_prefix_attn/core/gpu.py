@@ -120,7 +120,7 @@ H200 = Gpu(FITTED_GPU, (9, 0), 132, 1.98e9, 4.8e12)
 
 
 def _architecture(capability: tuple[int, int]) -> _Architecture:
-    """Of this compute capability, else of the newest before it."""
+    """The entry of this compute capability, else of the newest before it."""
     return _ARCHITECTURES[max((known for known in _ARCHITECTURES if known <= capability), default=min(_ARCHITECTURES))]
 
 

@@ -297,5 +297,5 @@ class Planner:
 
     @property
     def kv_tokens(self) -> KvTokens:
-        """Of the batch last planned or reused, at its current lengths."""
+        """KV positions that the batch last planned or reused reads at its current lengths."""
         return KvTokens(*self._native.kv_tokens)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that the servers are stopped on the way out.
+    # An exception stops the servers on the way out.
     raise SystemExit(128 + number)
 
 

@@ -65,7 +65,7 @@ class Place:
     prefixes: tuple[SharedPrefix, ...] = ()
 
     def encode(self) -> list[str | int]:
-        """As a list that survives JSON."""
+        """The place as a list that survives JSON."""
         return [self.job, self.number, self.shared, self.decode, *itertools.chain.from_iterable(self.prefixes)]
 
     @classmethod

@@ -285,7 +285,7 @@ class CachedTree:
                 yield below
 
     def _placement(self, node: CachedNode) -> Placement:
-        """As the scores place it; but no node scores above a finished node on its path, whose use it requires."""
+        """The scores' place, but none above a finished node on the path, whose use this node requires."""
         placement = self._scores.placement(node.key)
         if self._scores.any_finished:
             above: CachedNode | None = node

@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 # Logarithm of predicted stock / predicted packed. Beyond, the costs decide alone.
 NEAREST, FARTHEST = -0.5, 0.8
 # Distance at which two steps still have most of their error in common, by place in `coordinates`. These and the next
-# two come from batches of four KV types and head shapes of an H200, see docs/design-notes.md.
+# two come from batches of four KV types and head shapes of an H200, see docs/design-notes/simulator.md.
 LENGTHS = np.array([2.25, 2.25, 1.05, 2.25, 1.05, 1.2, 0.75, 1.05])
 NOISE = 1 / 3  # error of steps in the same place, as a fraction of that of all steps
 LEAST_ERROR = 0.03  # standard deviation of a log ratio's error where no measured step is near: at least this much,

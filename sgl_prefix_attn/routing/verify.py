@@ -19,7 +19,7 @@ from sgl_prefix_attn.routing.policy import Decision, Policy, Route
 MEASURED_GPUS = frozenset({H100.name, H200.name})  # chosen on the second, judged on the first
 LEAST_SAVED_BYTES = 2 << 20  # KV bytes of a layer that sharing has to save
 FEW_ROWS = 64  # query rows of a request on one KV head; with fewer, packed is rarely behind
-MOST_ROWS = 128  # with so many, fa3 fills its tile with the rows of one request
+MOST_ROWS = 128  # from here on fa3 fills its tile with the rows of one request
 # In between, requests and KV bytes saved for each byte of partial results.
 LEAST_REQUESTS = 6
 LEAST_SAVED_PER_PARTIAL = 3
@@ -75,7 +75,7 @@ def was_measured(gpu: str, kernels: str, stock: str, shape: ModelShape) -> bool:
 
 
 def may_pack(gpu: str, kernels: str, stock: str, shape: ModelShape, drafts: int) -> bool:
-    """Whether the measured rule packs any step of so many drafts a request. Other arguments: see `was_measured`."""
+    """Whether the measured rule packs any step with `drafts` drafts a request. Other arguments: see `was_measured`."""
     return was_measured(gpu, kernels, stock, shape) and drafts * shape.group < MOST_ROWS
 
 

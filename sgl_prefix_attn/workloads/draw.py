@@ -71,7 +71,7 @@ def draw(
 
 
 def fitting(paths: list[Path], seq_lens: list[int], most_unique: float, most_read: float) -> int:
-    """How many requests, from the first, have at most so many tokens, each once and each by its request."""
+    """How many requests, from the first, stay below most_unique distinct tokens and most_read tokens by request."""
     low, high = 1, min(len(paths), MOST_REQUESTS)
     while low < high:
         middle = (low + high + 1) // 2

@@ -52,7 +52,7 @@ PREFIXPACK_DEVICE int32_t atomic_increment(int32_t* address) {
                : "l"(address + volatile_thread_index() % 32));
   return before;
 }
-// As above; resets what is `last`.
+// Like atomic_increment(), but a value of `last` becomes 0.
 PREFIXPACK_DEVICE int32_t atomic_increment_or_reset(int32_t* address, int32_t last) {
   int32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
@@ -61,7 +61,7 @@ PREFIXPACK_DEVICE int32_t atomic_increment_or_reset(int32_t* address, int32_t la
                : "memory");
   return before;
 }
-// As above, without an answer.
+// Like atomic_increment_or_reset(), without an answer.
 PREFIXPACK_DEVICE void increment_or_reset(int32_t* address, int32_t last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address + volatile_thread_index() % 32), "r"(last)
                : "memory");

@@ -3,5 +3,4 @@
 
 namespace prefixpack {
 PREFIXPACK_INSTANTIATE(128, BFloat16Kv)
-PREFIXPACK_INSTANTIATE(128, WithTrees<BFloat16Kv>)
 }  // namespace prefixpack

@@ -3,5 +3,4 @@
 
 namespace prefixpack {
 PREFIXPACK_INSTANTIATE(128, Float16Kv)
-PREFIXPACK_INSTANTIATE(128, WithTrees<Float16Kv>)
 }  // namespace prefixpack

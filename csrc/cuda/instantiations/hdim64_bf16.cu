@@ -3,5 +3,4 @@
 
 namespace prefixpack {
 PREFIXPACK_INSTANTIATE(64, BFloat16Kv)
-PREFIXPACK_INSTANTIATE(64, WithTrees<BFloat16Kv>)
 }  // namespace prefixpack

@@ -3,5 +3,4 @@
 
 namespace prefixpack {
 PREFIXPACK_INSTANTIATE(64, BFloat16WithFloat8Kv)
-PREFIXPACK_INSTANTIATE(64, WithTrees<BFloat16WithFloat8Kv>)
 }  // namespace prefixpack

@@ -105,7 +105,7 @@ class DeferredCombine {
   static constexpr int32_t kRowLaneBits = HeadDim == 128 ? 5 : 4;  // of the number of lanes that load a row
   static_assert(HeadDim == 4 << kRowLaneBits, "four values for each lane");
 
-  // Of partials `lane` and 32 + `lane` of 64.
+  // Values of the partials `lane` and 32 + `lane` of 64.
   struct Pair {
     int32_t low, high;
   };

@@ -21,7 +21,7 @@ PREFIXPACK_DEVICE int32_t* semaphore_of_unit(const KernelParams& params, const C
   return semaphore_of(params, list + query, state.kv_head * halves + unit - query * halves);
 }
 
-// As loaded: nothing here is used yet, because that would wait for it.
+// Loaded values. Nothing here is used yet, because that would wait for it.
 struct EpilogueInputs {
   int32_t claimed;  // see NextTile::claim
   int32_t token;    // of the unit that is this thread's number; of the row, if the tile writes the output

@@ -7,7 +7,7 @@
 
 namespace prefixpack {
 
-// Of either kernel. Where shared memory holds one CTA, it may use all registers.
+// CTAs on an SM, of either kernel. Where shared memory holds one CTA, it may use all registers.
 constexpr int kResidentCtas = shared_memory(kCapability).ctas_per_sm;
 
 template <int HeadDim, class Format>
@@ -88,44 +88,29 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
   }
 }
 
-#define PREFIXPACK_DECLARE(HEAD_DIM, FORMAT)                     \
-  extern template LaunchSize launch_size_of<HEAD_DIM, FORMAT>(); \
-  extern template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t);
-
-#define PREFIXPACK_INSTANTIATE(HEAD_DIM, FORMAT)          \
-  template LaunchSize launch_size_of<HEAD_DIM, FORMAT>(); \
-  template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t);
-
 using BFloat16Kv = SameDtypeKv<ptx::BFloat16>;
 using Float16Kv = SameDtypeKv<ptx::Float16>;
 using BFloat16WithFloat8Kv = Fp8Kv<ptx::BFloat16>;
 using Float16WithFloat8Kv = Fp8Kv<ptx::Float16>;
 
+// Template declarations of one head size and format, with and without draft trees. LINKAGE: `extern` or nothing.
+#define PREFIXPACK_KERNELS(LINKAGE, HEAD_DIM, FORMAT)                                                         \
+  LINKAGE template LaunchSize launch_size_of<HEAD_DIM, FORMAT>();                                             \
+  LINKAGE template LaunchSize launch_size_of<HEAD_DIM, WithTrees<FORMAT>>();                                  \
+  LINKAGE template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t); \
+  LINKAGE template void launch_attention_of<HEAD_DIM, WithTrees<FORMAT>>(const KernelParams&, LaunchSize, cudaStream_t);
+
+#define PREFIXPACK_INSTANTIATE(HEAD_DIM, FORMAT) PREFIXPACK_KERNELS(, HEAD_DIM, FORMAT)
+
 #ifndef PREFIXPACK_INSTANTIATION
-PREFIXPACK_DECLARE(64, BFloat16Kv)
-PREFIXPACK_DECLARE(64, WithTrees<BFloat16Kv>)
-PREFIXPACK_DECLARE(64, Float16Kv)
-PREFIXPACK_DECLARE(64, WithTrees<Float16Kv>)
-PREFIXPACK_DECLARE(64, BFloat16WithFloat8Kv)
-PREFIXPACK_DECLARE(64, WithTrees<BFloat16WithFloat8Kv>)
-PREFIXPACK_DECLARE(64, Float16WithFloat8Kv)
-PREFIXPACK_DECLARE(64, WithTrees<Float16WithFloat8Kv>)
-PREFIXPACK_DECLARE(128, BFloat16Kv)
-PREFIXPACK_DECLARE(128, WithTrees<BFloat16Kv>)
-PREFIXPACK_DECLARE(128, Float16Kv)
-PREFIXPACK_DECLARE(128, WithTrees<Float16Kv>)
-PREFIXPACK_DECLARE(128, BFloat16WithFloat8Kv)
-PREFIXPACK_DECLARE(128, WithTrees<BFloat16WithFloat8Kv>)
-PREFIXPACK_DECLARE(128, Float16WithFloat8Kv)
-PREFIXPACK_DECLARE(128, WithTrees<Float16WithFloat8Kv>)
-PREFIXPACK_DECLARE(256, BFloat16Kv)
-PREFIXPACK_DECLARE(256, WithTrees<BFloat16Kv>)
-PREFIXPACK_DECLARE(256, Float16Kv)
-PREFIXPACK_DECLARE(256, WithTrees<Float16Kv>)
-PREFIXPACK_DECLARE(256, BFloat16WithFloat8Kv)
-PREFIXPACK_DECLARE(256, WithTrees<BFloat16WithFloat8Kv>)
-PREFIXPACK_DECLARE(256, Float16WithFloat8Kv)
-PREFIXPACK_DECLARE(256, WithTrees<Float16WithFloat8Kv>)
+#define PREFIXPACK_DECLARE(HEAD_DIM)                         \
+  PREFIXPACK_KERNELS(extern, HEAD_DIM, BFloat16Kv)           \
+  PREFIXPACK_KERNELS(extern, HEAD_DIM, Float16Kv)            \
+  PREFIXPACK_KERNELS(extern, HEAD_DIM, BFloat16WithFloat8Kv) \
+  PREFIXPACK_KERNELS(extern, HEAD_DIM, Float16WithFloat8Kv)
+PREFIXPACK_DECLARE(64)
+PREFIXPACK_DECLARE(128)
+PREFIXPACK_DECLARE(256)
 #endif
 
 }  // namespace prefixpack

@@ -142,7 +142,7 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
   using Rows::thread_;
   const int32_t kv_head_;
   int32_t first_slot_;  // in StepState::kv_slots
-  // Of this warpgroup; uniform for the compiler.
+  // First row and key of this warpgroup; uniform for the compiler.
   const int32_t first_row_ = TileT::kKeyWarps == 1 ? ptx::broadcast(thread_ / 128, 0) * 64 : 0;
   const int32_t first_key_ = TileT::kKeyWarps == 1 ? 0 : ptx::broadcast(thread_ / 128, 0) * TileT::kKeysPerWarp;
 };

@@ -169,7 +169,7 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&state->header)[thread] = header_word;
   NextTile::store_record(&state->item, word);
   ptx::cta_sync();
-  // Not earlier: with work for CTAs the step would take longer, see docs/design-notes.md.
+  // The launch comes no earlier: with work for CTAs the step would take longer.
   ptx::pdl_launch_dependents();
   const int32_t num_items = kHasWarpKernel<HeadDim> ? state->header.num_cta_items : state->header.num_items;
   const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;

@@ -23,7 +23,7 @@ PREFIXPACK_DEVICE FinalSoftmax finalize(SoftmaxState state) {
 // Instead of a head: partials, which leave the sink to the last level.
 constexpr int32_t kNoSink = -1;
 
-// As above with an attention sink: a logit without value, which may exceed all others. To base 2; -inf: there is none.
+// finalize() with an attention sink: a logit without value, to base 2, which may exceed all others; -inf: no sink.
 PREFIXPACK_DEVICE FinalSoftmax finalize_with(SoftmaxState state, float sink) {
   float scale, sink_scale;
   FinalSoftmax result =

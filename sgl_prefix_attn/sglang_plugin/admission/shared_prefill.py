@@ -244,7 +244,7 @@ def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: in
 
 
 def _can_use(request: Any, tokens: int) -> bool:
-    """Whether a request can take so many tokens of its prompt from the tree."""
+    """Whether a request can take this number of tokens of its prompt from the tree."""
     if not _is_of_tokens(request):
         return False
     return not request.return_logprob or request.logprob_start_len < 0 or request.logprob_start_len >= tokens

@@ -76,7 +76,7 @@ class StepClock:
 
 
 class Lease:
-    """Of a client: runs out after so many steps of any kind without a renewal. All ranks count the same steps.
+    """A client's lease. It runs out after `steps` steps of any kind without a renewal; all ranks count the same steps.
 
     Attributes:
         renewals: so far; the same on all ranks.

@@ -28,10 +28,10 @@ PARTIALS_PER_DRAFT = 4
 PARTIALS_OF_SPLITS = 4096
 # Where prefill runs packed, a shared prefix gives a new token a second partial.
 PARTIALS_PER_PREFILL_TOKEN = 2
-# In a mixed step that is judged by what sharing saves, few new tokens have one: one of so many.
+# In a mixed step that is judged by what sharing saves, one new token of this many has one.
 TOKENS_PER_MIXED_PARTIAL = 2
-# A chunk of few heads makes few work tiles, which are split: so many partials a new token. By drawn batches, with which
-# one of 900 plans may not fit (docs/design-notes/simulator.md, "Plans fit the buffers").
+# Partials a new token: a chunk of few heads makes few work tiles, which are split. One of 900 plans of drawn batches
+# may not fit (docs/design-notes/simulator.md, "Plans fit the buffers").
 PARTIALS_PER_SPLIT_TOKEN = 8
 # Rows (query token, head) of a prefill chunk from which on it has work tiles enough, and its KV is hardly split. By
 # the same batches: 8,192 tokens of 32 heads were not, and those of 8 and 16 heads were.

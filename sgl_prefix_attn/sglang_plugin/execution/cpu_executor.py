@@ -41,7 +41,7 @@ class CpuExecutor:
         self._settings = settings
         self._req_to_token_pool = runner.req_to_token_pool
         self._workspace = PartialWorkspace()
-        # Of the present step.
+        # The present step's.
         self._seq_lens: torch.Tensor
         self._visible: torch.Tensor | None = None
 

@@ -37,7 +37,7 @@ class Executor(Protocol):
     drafts: int
 
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
-        """Called once, before `shape_index`, if graphs of so many requests and tokens at most will be captured."""
+        """Called once, before `shape_index`, if graphs will be captured; the arguments are those of the largest."""
 
     def why_stock(self, mode: Mode) -> str | None:
         """The reason why steps of this kind do not run packed, None if they do."""

@@ -50,7 +50,7 @@ DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
 WHOLE_MODEL_KERNEL: Final = "whole_model_kernel"
 DETERMINISTIC: Final = "deterministic"
 PREFILL_ONLY: Final = "prefill_only"
-# Of wrap mode only: the server runs SGLang's own backend.
+# Reasons of wrap mode only: the server runs SGLang's own backend.
 MLA: Final = "mla"
 UNKNOWN_STOCK: Final = "unknown_stock"
 IMAGE_MASKS: Final = "image_masks"
