@@ -23,6 +23,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.offline.batch_file import BatchRequest, parse_line
 from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, Settings, SettingsError, load_settings
 from sgl_prefix_attn.settings import tomllib as toml  # tomli on Python 3.10
+from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.benchmarks.test_commands import FAST, GPU, LISTED, SLOW
@@ -34,7 +35,7 @@ PLACEHOLDERS = {
     "LAUNCH ARGUMENTS": "--model-path m",
     "HOST:PORT": "127.0.0.1:30000",
     '[--ordered] [--engines N] [--ray [ADDRESS]] [--server-args "..."]': "--ordered --engines 2 --ray auto",
-    "0.5.x": "0.5.23",
+    "0.5.x": SUPPORTED_VERSIONS[-1],
     " ... ": " ",
 }
 # What marks a snippet that needs an engine or a server.

@@ -38,14 +38,15 @@ class Use(enum.Enum):
 class Target:
     """One name of SGLang: `path` is dotted, as HookRegistry takes it, and stands below `sglang.srt`.
 
-    `since` and `until` bound the versions in which the name exists and is used; both belong to the range.
+    `since` and `until` bound the versions in which the name exists and is used; both belong to the range. Without
+    `until` the newest supported version has the name too.
     """
 
     name: str
     use: Use
     parameters: tuple[str, ...] = ()
     since: str = SUPPORTED_VERSIONS[0]
-    until: str = SUPPORTED_VERSIONS[-1]
+    until: str | None = None
 
     @property
     def path(self) -> str:
@@ -55,10 +56,13 @@ class Target:
     @property
     def versions(self) -> tuple[str, ...]:
         """The supported versions that must have the target."""
-        return SUPPORTED_VERSIONS[SUPPORTED_VERSIONS.index(self.since) : SUPPORTED_VERSIONS.index(self.until) + 1]
+        end = len(SUPPORTED_VERSIONS) if self.until is None else SUPPORTED_VERSIONS.index(self.until) + 1
+        return SUPPORTED_VERSIONS[SUPPORTED_VERSIONS.index(self.since) : end]
 
 
-def attributes_of(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") -> tuple[Target, ...]:
+def attributes_of(
+    owner: str, names: str, since: str = SUPPORTED_VERSIONS[0], until: str | None = None
+) -> tuple[Target, ...]:
     """A target for each of the attributes of `owner`; names: separated by spaces."""
     return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
 

@@ -83,11 +83,20 @@ def test_every_target_is_there_as_we_use_it(sglang: tuple[str, SourceTree]) -> N
         pytest.fail(table(f"sglang {version}: {len(rows)} of {len(used)} targets do not hold", rows), pytrace=False)
 
 
+def test_a_new_version_is_asked_for_every_target_that_the_newest_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, following = targets.SUPPORTED_VERSIONS[-1], "0.5.999"
+    expected = [target for target in ALL_TARGETS if newest in target.versions]
+    monkeypatch.setattr(targets, "SUPPORTED_VERSIONS", (*targets.SUPPORTED_VERSIONS, following))
+    lost = [target.name for target in expected if following not in target.versions]
+    assert expected
+    assert not lost, f"not asked for in a new version: {', '.join(lost)}"
+
+
 def test_targets_with_a_version_range_are_absent_outside_it(sglang: tuple[str, SourceTree]) -> None:
     """A hook's range decides which one is registered, so a name that is there earlier or later means a wrong range."""
     version, source = sglang
     outside = [target for target in ALL_TARGETS if target.use is Use.HOOK and version not in target.versions]
-    rows = [(target.name, f"{target.since} to {target.until}") for target in outside if source.find(target.path)]
+    rows = [(target.name, f"{target.since} to {target.versions[-1]}") for target in outside if source.find(target.path)]
     assert not rows, table(f"sglang {version} has hook targets outside of their versions", rows)
 
 

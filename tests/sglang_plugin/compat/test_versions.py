@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,23 +12,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from sgl_prefix_attn.sglang_plugin import entry, hook_table
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat import targets, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
+from tests.support.pages import ROOT
 
 
-@pytest.mark.parametrize("version", ["0.5.13", "0.5.12.post1", "0.5.14rc1", "0.5.24", "0.6.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.12.post1", "0.5.14rc1", "0.5.99", "0.6.0", "unknown"])
 def test_others_are_refused_with_the_way_out(version: str) -> None:
     with pytest.raises(versions.UnsupportedSglangError) as caught:
         versions.check_supported(version)
     message = str(caught.value)
     assert version in message
-    assert "0.5.14 to 0.5.23" in message
+    assert f"{versions.OLDEST} to {versions.NEWEST}" in message
     assert "PREFIXPACK_ALLOW_UNTESTED_SGLANG=1" in message
 
 
-@pytest.mark.parametrize("version", ["0.5.13", "0.5.24", "unknown"])
+def test_pages_and_package_files_name_the_supported_versions() -> None:
+    """The places where CONTRIBUTING says that a new version is written."""
+    for name in ("README.md", "docs/install.md", "Dockerfile"):
+        found = re.findall(r"\b(0\.5\.\S+) to (0\.5\.[\w.]*\w)", (ROOT / name).read_text())
+        assert set(found) == {(versions.OLDEST, versions.NEWEST)}, name
+    (requirement,) = re.findall(r'"sglang(>=[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert set(SpecifierSet(requirement).filter(targets.SUPPORTED_VERSIONS)) == set(targets.SUPPORTED_VERSIONS)
+    assert re.search(rf"^VERSIONS \?= .*\b{re.escape(versions.NEWEST)}$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.99", "unknown"])
 def test_others_are_accepted_when_allowed(version: str) -> None:
     versions.check_supported(version, allow_untested=True)
 

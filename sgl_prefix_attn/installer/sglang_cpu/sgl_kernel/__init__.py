@@ -1,8 +1,8 @@
 """Stand-in for SGLang's kernel package, which is published for GPUs only.
 
-With SGLANG_USE_CPU_ENGINE=1, SGLang imports a few `*_cpu` functions of `sgl_kernel` when its modules load; in 0.5.14
-to 0.5.23 only speculative decoding calls them. Serving text needs the names to exist and nothing more, so every name
-here is a function that raises when it is called.
+With SGLANG_USE_CPU_ENGINE=1, SGLang imports a few `*_cpu` functions of `sgl_kernel` when its modules load. In all
+supported releases only speculative decoding calls them. Serving text needs the names to exist and nothing more, so
+every name here is a function that raises when it is called.
 
 No operator is registered under `torch.ops.sgl_kernel`: SGLang takes the presence of `convert_weight_packed` there as
 the sign that it may use Intel AMX kernels, and without it stays on its plain torch implementations.
