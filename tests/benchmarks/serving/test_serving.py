@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def test_results_hold_no_path_of_a_machine() -> None:
     for path in (Path(command.__file__).parents[1] / "results").glob("*.json"):
         found = re.search(r"(?<![\w./])/(root|work|tmp|home)/", path.read_text(encoding="utf-8"))
         assert found is None, f"{path.name}: a path at {found.start()}"
+
+
+def test_results_are_few_and_named() -> None:
+    root = Path(command.__file__).parents[2]
+    files = sorted((root / "benchmarks" / "results").iterdir())
+    assert sum(file.stat().st_size for file in files) <= 3_000_000
+    places = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "benchmarks").rglob("*.py")]
+    places += (root / "tests").rglob("*.py")
+    names = set(re.findall(r"[\w*]+(?=\.json)|(?<=\")\w+(?=\")", "\n".join(map(Path.read_text, places)))) - {"*"}
+    unnamed = [file.name for file in files if not any(fnmatch.fnmatch(file.stem, name) for name in names)]
+    assert not unnamed, "no page, test or benchmark names them"
 
 
 def test_agreement_counts_samples_and_common_beginnings() -> None:
