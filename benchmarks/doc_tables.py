@@ -233,24 +233,6 @@ def routes(name: str) -> Rows:
         yield (f"{requests} requests" if requests > 1 else "1 request", *(f"{time:.2f} ms" for time in times))
 
 
-def retention() -> Rows:
-    """A decode step of a CPU server, retention off and on."""
-    yield ("branches", "step off, ms", "step on, ms", "on / off", "off, elapsed", "on, elapsed")
-    for row in read("retention_server")["rows"]:
-        off, on = row["off"], row["on"]
-        ratio = on["step_cpu_ms"] / off["step_cpu_ms"]
-        times = (off["step_cpu_ms"], on["step_cpu_ms"], ratio, off["step_ms"], on["step_ms"])
-        yield (f"{row['branches']:,}", *(f"{time:.2f}" for time in times))
-
-
-def host_cost() -> Rows:
-    """Host work of a step before the package was laid out anew, and after."""
-    yield ("part of a step", "radix tree", "requests", "before, us", "after, us")
-    for row in read("host_cost_pair")["rows"]:
-        requests = str(row.get("requests", ""))
-        yield (row["case"], row.get("tree", ""), requests, f"{row['before_us']:.1f}", f"{row['after_us']:.1f}")
-
-
 TABLES: dict[str, Callable[[], Rows]] = {
     "when-to-use": when_to_use,
     "gains-by-load": functools.partial(gains_by_load, "gpu_drawn"),
@@ -271,8 +253,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "host-work": functools.partial(host_work, ("serving_backends", "serving_conversations")),
     "serving-fp8": functools.partial(server_runs, "serving_fp8"),
     "serving-tp2": functools.partial(server_runs, "serving_tp2"),
-    "retention": retention,
-    "host-cost": host_cost,
 }
 
 

@@ -83,7 +83,6 @@ JOBS = (
     Job("drafts_by_default", 3, f"{_PYTEST} tests/e2e/test_one_token.py -k default"),
     Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'not tp and not dp' --results {{out}}.json"),
     Job("models_tp", 7, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'tp or dp' --results {{out}}.json", gpus=2),
-    Job("wrapped_models", 9, "-m benchmarks.serving.wrapped_models --out {out}.json"),
     Job("speculation", 6, _DRAFTS, _ACCEPTANCE),
     Job("speculation_unshared", 6, f"{_DRAFTS} --samples 1 --running 64", _ACCEPTANCE),
     Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py -k 'not default'"),
@@ -93,13 +92,6 @@ JOBS = (
     Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json --resume"),
     Job("mixed_steps", 4, f"{_MIXED} --seconds 210 --cases 120 --out {{out}}.json --resume"),
     Job("mixed_steps_pod", 8, f"{_MIXED} --seconds 450 --cases 60 --ways {_POD} --out {{out}}.json --resume"),
-    Job(
-        "rollout_start",
-        7,
-        "-m benchmarks.serving.rollout_start --model {model} --load-format dummy --context-length 20480 "
-        "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3' --prompt-tokens 1024 4096 "
-        f"{_SERVER} --out {{out}}.json --resume",
-    ),
     Job(
         "rollout_16k",
         12,

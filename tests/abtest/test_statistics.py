@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.serving.abtest_simulated import Steps, shares, simulate
 from sgl_prefix_attn.abtest.statistics import CopySteps, judge, lines_of
 from sgl_prefix_attn.routing.live_plan import LivePlan
+from tests.abtest.simulated import Steps, shares, simulate
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 TESTS = 60  # benchmarks/results/abtest_simulated.json is of 400

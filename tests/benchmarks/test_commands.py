@@ -20,11 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FAST = {
     "benchmarks/kernel/plan_time.py --out": "--repeats 1 --steps 2",
     "benchmarks/kernel/plan_time.py --drawn": "--cases 2",
-    "benchmarks/kernel/cpu_packed.py": "--trees 2 --heads 32/8 --dtypes float32 --seconds 0.01 --max-kv-gib 0.1",
-    "-m benchmarks.serving.abtest_simulated": "--tests 1 --pairs 20",
     "-m benchmarks.serving.rollout_floor": "--prompt-tokens 128 --groups 24 --running 32 --steps 20",
-    "-m benchmarks.prefix.deep_paths": "--repeats 1 --limit 0.001",
-    "-m benchmarks.offline.tree_time": "--prompts 200 --tokens 40",
     "-m benchmarks.on_gpu": "--list",
 }
 _CALIBRATE = "--minutes 1 --out FILE"
@@ -37,19 +33,12 @@ _ROLLOUTS = "-m benchmarks.serving.rollout --model MODEL --load-format dummy --b
 _SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backends fa3,prefixpack,flashinfer"
 _CPU = "--device cpu --load-format auto --server-args ''"
 SLOW = {  # they import SGLang or start servers
-    "-m benchmarks.kernel.borrowed_heads": "",
     "benchmarks/serving/host_cost.py": "--requests 8 --steps 8 --changes 1",
-    "-m benchmarks.serving.host_cost_pair": "--requests 16 --rounds 1",
     "-m benchmarks.serving.refused --out": "--only mla --steps 4 --builds 2 --starts 1",
-    "benchmarks/serving/refused_cost.py": "--rounds 3",
     "-m benchmarks.serving.rollout --backends prefixpack --": "--output-tokens 16 --samples 4 --running 8 --window 2",
-    "-m benchmarks.serving.rollout_start": "--groups 2 --samples 2 --prompt-tokens 64 --times 1",
-    "benchmarks/cache/retention_cost.py": "--branches 500 --rounds 1",
-    "-m benchmarks.cache.retention_server": "--branches 50 --rounds 1 --repeats 1",
     "-m benchmarks.cache TRACE.jsonl": "--requests 20 --pools 200 --lookahead 16",
     "-m benchmarks.offline.cache_saving": "--requests 32 --settings '2000/200 x2'",
     "-m benchmarks.offline.throughput --out": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
-    "-m benchmarks.offline.group_scheduling_cost": "--repeats 1",
     "-m sgl_prefix_attn demo": "--requests 20 --samples 4",
     "-m sgl_prefix_attn calibrate --out h200.json": "--out FILE",
     "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
@@ -76,7 +65,6 @@ GPU = {
     "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
-    "-m benchmarks.serving.wrapped_models": "--cases llama4:fa3 --repeats 1 --prompt-tokens 512",
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
     "-m benchmarks.offline.throughput --device cuda --model MODEL --settings": "--settings 60/10x4 --requests 8 "
     f"--output-tokens 4 --repeats 1 --server-args '{_ARGS}'",
@@ -111,7 +99,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
     written, out = "FILE" in command and "--list" not in sizes, tmp_path / "out.json"
     model = tiny_model("llama_gpu")
     for old, new in (
-        ("OTHER_CHECKOUT", "."), ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
+        ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
         ("MODEL-with-weights", tmp_path / "weights"), (" MODEL", f" {model}"), ("FILE", out), ("FOLDER", tmp_path),
         ("/models/Llama-3.1-8B-Instruct", model), ("build/live", tmp_path / "out"), ("rollout.json", out),
         (" serving.json", f" {out}"), ("offline.json", out),

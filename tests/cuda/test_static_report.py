@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel.waits import disassembler, listing, waits_of
+from tests.cuda.waits import disassembler, listing, waits_of
 
 ROOT = Path(__file__).parents[2]
 

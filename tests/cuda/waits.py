@@ -1,20 +1,14 @@
 """Which reads of global memory the machine code waits for soon after it asks for them. Needs nvcc, no GPU.
 
-    python benchmarks/kernel/waits.py --within 8
-
-A warp stands still at the first instruction that needs what a read brings, some hundred nanoseconds to a microsecond
-later. The source does not show where that is: compilers take uses ahead of loops and branches, and make one addition
-of a warp's, which all lanes wait for. Printed are reads and additions whose result is needed within so many
-instructions, in the order of the code. A profile (ncu) says which of them cost time.
+The source does not show where a warp waits for a read: compilers take uses ahead of loops and branches, and make one
+addition of a warp's, which all lanes wait for.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,32 +101,3 @@ def listing(nvcc: str, cuobjdump: str, source: Path, arch: str) -> str:
             if done.returncode != 0:
                 raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="hdim128_bf16", help="of csrc/cuda/instantiations (default: hdim128_bf16)")
-    parser.add_argument("--arch", default="90a", help="architecture (default: 90a)")
-    parser.add_argument("--within", type=int, default=8, metavar="N", help="instructions (default: 8)")
-    args = parser.parse_args()
-    source = ROOT / "csrc" / "cuda" / "instantiations" / f"{args.source}.cu"
-    if not source.exists():
-        known = ", ".join(sorted(path.stem for path in source.parent.glob("*.cu")))
-        parser.error(f"--source {args.source}: there are {known}")
-    nvcc, cuobjdump = shutil.which("nvcc"), disassembler()
-    if nvcc is None or cuobjdump is None:
-        print(f"waits: {'nvcc' if nvcc is None else 'cuobjdump'} is not on PATH", file=sys.stderr)
-        return 2
-    total = 0
-    for wait in waits_of(listing(nvcc, cuobjdump, source, args.arch)):
-        total += 1
-        if wait.distance is not None and wait.distance <= args.within:
-            kernel = re.search(r"packed_(?:blocks|warps)", wait.function)
-            name = kernel.group() if kernel else wait.function
-            print(f"{name:13} {wait.address:#07x}  {wait.read[:56]:56} +{wait.distance:<3} {wait.user[:56]}")
-    print(f"of {total} reads and additions")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
