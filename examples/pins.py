@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.action == "list") == bool(arguments.prompts):
         parser.error("pin and release need a file with prompts, list takes none")
-    for number, prompt in enumerate(arguments.prompts.read_text().splitlines() if arguments.prompts else []):
+    for number, prompt in enumerate(arguments.prompts.read_text("utf-8-sig").splitlines() if arguments.prompts else []):
         if arguments.action == "pin":
             ask(arguments.url, "POST", {"text": prompt, "label": f"{arguments.prompts.name}:{number + 1}"})
         else:

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256, help="requests at a time (256)")
     parser.add_argument("--max-new-tokens", type=int, default=1024)
     arguments = parser.parse_args()
-    prompts = arguments.prompts.read_text().splitlines()
+    prompts = arguments.prompts.read_text("utf-8-sig").splitlines()
     sampling = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens}
     started = time.monotonic()
     done = list(rollout(arguments.url, prompts, arguments.samples, arguments.running, sampling))

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     arguments = parser.parse_args()
-    prompts = arguments.prompts.read_text().splitlines()
+    prompts = arguments.prompts.read_text("utf-8-sig").splitlines()
     sampling_params = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens}
     for group in generate(arguments.url, prompts, arguments.samples, sampling_params):
         print(json.dumps([answer["text"] for answer in group]))

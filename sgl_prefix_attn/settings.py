@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.routing import policy_names
 
 if sys.version_info >= (3, 11):
@@ -328,7 +329,7 @@ def _file_entries(name: str) -> Iterator[_Entry]:
         return
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for unknown users
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         table = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={name}: cannot read the file: {error.strerror}") from error

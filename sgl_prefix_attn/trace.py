@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from sgl_prefix_attn.core.files import read_lines
 
 BLOCK_TOKENS = 512
 
@@ -32,22 +35,17 @@ class TraceRow(BaseModel):
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     """Rows of a trace file, the first `limit` of them. Raises TraceError for a file or line that cannot be used."""
     try:
-        with path.open(encoding="utf-8") as lines:
-            rows = list(_rows(path, lines, limit))
+        rows = list(islice(_rows(path), limit))
     except OSError as error:
         raise TraceError(f"{path}: cannot read the trace: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: {error}") from error
     if not rows:
         raise TraceError(f"{path}: no requests in it")
     return rows
 
 
-def _rows(path: Path, lines: Iterable[str], limit: int | None) -> Iterator[TraceRow]:
+def _rows(path: Path) -> Iterator[TraceRow]:
     previous = 0
-    for number, line in enumerate(lines, start=1):
-        if limit is not None and number > limit:
-            return
+    for number, line in read_lines(path):
         where = f"{path}, line {number}"
         try:
             row = TraceRow.model_validate_json(line)

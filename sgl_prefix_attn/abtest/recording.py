@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from sgl_prefix_attn.abtest.client import Client, ServerRefusalError, StepBar
+from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.live_plan import RECORDED, RecordPlan
@@ -127,7 +128,7 @@ def read_recording(path: str | Path) -> list[Recording]:
         RecordingError: the file cannot be read or is not a recording.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         return [_copy(copy) for copy in content["copies"]]
     except OSError as error:
         raise RecordingError(f"{path}: cannot read the recording: {error.strerror}") from error

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from sgl_prefix_attn.abtest.live import as_png
 from sgl_prefix_attn.abtest.statistics import Comparison, compare
+from sgl_prefix_attn.core.files import read_lines
 from sgl_prefix_attn.demo.workload import Request
 
 if TYPE_CHECKING:
@@ -58,20 +59,16 @@ def read_requests(path: Path) -> list[Request]:
     """
     found: list[Request] = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(found) == MOST_REQUESTS:
-                    raise ValueError(f"{path}: more than {MOST_REQUESTS} requests")
-                if line.strip():
-                    found.append(_request(line, f"{path}, line {number}"))
+        for number, line in read_lines(path):
+            if len(found) == MOST_REQUESTS:
+                raise ValueError(f"{path}: more than {MOST_REQUESTS} requests")
+            found.append(_request(line, f"{path}, line {number}"))
     except OSError as error:
         raise ValueError(f"{path}: cannot read the requests: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
     return found
 
 
-def _request(line: str, place: str) -> Request:
+def _request(line: bytes, place: str) -> Request:
     try:
         values = json.loads(line)
         ids, tokens, samples = values["input_ids"], values["max_new_tokens"], values.get("n", 1)

@@ -18,6 +18,7 @@ from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import Outcome, kernels_without_cost, outcomes_by_pair
 from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
 from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
+from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.limits import why_not_native
 from sgl_prefix_attn.routing.measured import HEAD_DIMS, MeasuredCase, read_results
 from sgl_prefix_attn.routing.profile import Profile
@@ -74,7 +75,7 @@ def shape_of(args: argparse.Namespace, cuda: bool, kv_dtype: str = "bf16") -> Sh
 def _heads_of_model(folder: Path) -> tuple[int, int, int]:
     path = folder / "config.json" if folder.is_dir() else folder
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
         config = config.get("text_config", config)
         q_heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or q_heads)

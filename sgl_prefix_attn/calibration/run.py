@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.calibration.bench import Bench, DeviceLostError, Shape
-from sgl_prefix_attn.core.files import write_whole
+from sgl_prefix_attn.core.files import read_text, write_whole
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import KV_BYTES
@@ -77,7 +77,7 @@ class StepsFile:
 
     def _continue(self) -> None:
         try:
-            before = json.loads(self.path.read_text(encoding="utf-8"))
+            before = json.loads(read_text(self.path))
             same = all(before[name] == self.header[name] for name in ("arguments", "kernels_version")) and (
                 before["machine"]["gpu"] == self.header["machine"]["gpu"]
             )

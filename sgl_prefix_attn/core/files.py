@@ -1,9 +1,33 @@
-"""Files of results: checked before a long run, and written whole after it."""
+"""Files of users: read in one way, checked before a long run, and written whole after it."""
 
 from __future__ import annotations
 
+import codecs
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+
+def read_text(path: str | Path) -> str:
+    """A file of UTF-8 text, without the byte order mark that some editors write at its begin.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: the file is no UTF-8 text.
+    """
+    return Path(path).read_text(encoding="utf-8-sig")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file with their numbers from 1 on, without blank ones and without a byte order mark.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+                yield number, text
 
 
 def check_writable(path: Path) -> None:

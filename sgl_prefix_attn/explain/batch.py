@@ -6,12 +6,13 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sgl_prefix_attn.core.files import read_text
 
 Segment = tuple[int, int, int]  # (node id, first position, one past the last position)
 
@@ -129,7 +130,7 @@ class BatchModel(BaseModel):
 def read_batch_file(name: str) -> BatchDescription:
     """Batch of a JSON file {"paths": [[[id, start, end], ...], ...], "seq_lens": [...], "query_lens": [...]}."""
     try:
-        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        content = json.loads(read_text(name))
     except OSError as error:
         raise InputError(f"{name}: cannot read the batch: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,6 @@ Prompts of completions may be token ids. Beyond OpenAI's fields those of SGLang 
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import reprlib
 from collections.abc import Iterator
@@ -26,6 +25,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from sgl_prefix_attn.core.files import read_lines
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -191,23 +192,18 @@ def read_batch(path: Path) -> Iterator[BatchRequest | LineError]:
     Raises OSError when the file cannot be read.
     """
     first_line: dict[str, int] = {}
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if number == 1:
-                text = text.removeprefix(codecs.BOM_UTF8)
-            if not text.strip():
-                continue
-            entry = parse_line(number, text)
-            if isinstance(entry, BatchRequest):
-                earlier = first_line.setdefault(entry.custom_id, number)
-                if earlier != number:
-                    entry = LineError(
-                        number,
-                        "duplicate_custom_id",
-                        f"custom_id {entry.custom_id!r} is that of line {earlier} already; each needs its own",
-                        entry.custom_id,
-                    )
-            yield entry
+    for number, text in read_lines(path):
+        entry = parse_line(number, text)
+        if isinstance(entry, BatchRequest):
+            earlier = first_line.setdefault(entry.custom_id, number)
+            if earlier != number:
+                entry = LineError(
+                    number,
+                    "duplicate_custom_id",
+                    f"custom_id {entry.custom_id!r} is that of line {earlier} already; each needs its own",
+                    entry.custom_id,
+                )
+        yield entry
 
 
 def parse_line(number: int, text: bytes) -> BatchRequest | LineError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import SMS
 from sgl_prefix_attn.routing.features import StepFeatures
@@ -98,7 +99,7 @@ def read_results(path: str | Path) -> Results:
         ResultsError: the file cannot be read or is not such a file.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
         machine = data["machine"]
         rows = data["rows"]
         head_dim = int(data.get("head_dim", 128))

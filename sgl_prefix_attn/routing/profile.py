@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, KernelKind
 from sgl_prefix_attn.routing.features import StepFeatures
@@ -169,7 +170,7 @@ def load_profile(path: str | Path) -> Profile:
         ProfileError: the file cannot be read or is not a profile.
     """
     try:
-        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")  # Path.expanduser raises for unknown users
+        text = read_text(os.path.expanduser(path))  # Path.expanduser raises for unknown users
     except OSError as error:
         raise ProfileError(f"{path}: cannot read the profile: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import json
 import os
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sgl_prefix_attn.abtest.recording import RecordingError, read_recording
+from sgl_prefix_attn.abtest.servers import read_requests
 from sgl_prefix_attn.core.files import check_writable, write_whole
+from sgl_prefix_attn.explain.batch import read_batch_file
+from sgl_prefix_attn.offline.batch_file import read_batch
+from sgl_prefix_attn.routing.measured import read_results
+from sgl_prefix_attn.routing.profile import SHIPPED, load_profile
+from sgl_prefix_attn.settings import CONFIG_VARIABLE, load_settings
+from sgl_prefix_attn.trace import read_trace
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_drawn.json"
+SHIPPED_PROFILE = resources.files("sgl_prefix_attn.routing").joinpath("profiles", SHIPPED[2])
+ROW = b'{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}'
+REQUEST = b'{"input_ids": [5], "max_new_tokens": 4}'
+JOB = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}})
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +62,41 @@ def test_links_and_devices_stay(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
     with pytest.raises(ValueError, match="cannot write 5 bytes"):
         write_whole(Path("/dev/full"), b"after")
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        (read_trace, ROW + b"\n \n\r\n" + ROW),
+        (read_requests, REQUEST + b"\n\n" + REQUEST),
+        (lambda path: list(read_batch(path)), JOB.encode() + b"\n\n"),
+        (lambda path: read_batch_file(str(path)).paths, b'{"paths": [[]], "seq_lens": [4]}'),
+        (lambda path: load_settings({CONFIG_VARIABLE: str(path)}), b"workers = 12"),
+        (lambda path: len(read_results(path).cases), RESULTS.read_bytes()),
+        (lambda path: load_profile(path).steps, SHIPPED_PROFILE.read_bytes()),
+        (read_recording, b'{"format": "x", "copies": []}'),
+    ],
+)
+def test_a_byte_order_mark_and_blank_lines_are_read_over(
+    read: Callable[[Path], Any], content: bytes, tmp_path: Path
+) -> None:
+    """Windows editors write the mark."""
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    found = read(path)
+    path.write_bytes(codecs.BOM_UTF8 + content)
+    assert read(path) == found
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"\xff": 1}')
+    for read, kind in ((read_trace, ValueError), (read_requests, ValueError), (read_recording, RecordingError)):
+        with pytest.raises(kind, match=str(path)):
+            read(path)
+
+
+def test_a_limit_counts_rows_not_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join([ROW, b"", ROW, b"no row"]))
+    assert len(read_trace(path, limit=2)) == 2
