@@ -149,7 +149,7 @@ MISTAKES = [
     ("abtest record http://127.0.0.1:9 --out x --seconds nan", "--seconds nan: expected more than 0"),
     ("abtest record http://a --out x --steps 100", "--steps 100: Input should be greater than or equal to 512"),
     ("abtest record http://a --out x --steps 70000", "--steps 70000: Input should be less than or equal to 65536"),
-    ("abtest servers http://a http://a/ --block 1 --requests THREE", "both addresses are http://a: the second sending"),
+    ("abtest servers http://a http://a/ --block 1 --requests THREE", "http://a and http://a lead to one server: "),
     ("abtest servers a http://b --requests THREE", "server 'a': expected http://HOST:PORT"),
     ("abtest servers http://a http://b --block 2 --requests THREE", "3 requests are fewer than two blocks of 2"),
     ("abtest servers http://a http://b --block 0 --requests THREE", "--block 0: expected 1 to 4096 requests"),

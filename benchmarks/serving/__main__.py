@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     servers.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
     servers.add_argument("--server-args", default="", help="more arguments for every server, as one quoted string")
     servers.add_argument("--stream-interval", type=int, help="tokens between events of a stream (16 on cuda, else 1)")
-    servers.add_argument("--start-seconds", type=float, default=300.0, help="until a server must be ready (300)")
+    servers.add_argument("--start-seconds", type=float, default=3600.0, help="a start may take (3600)")
     servers.add_argument("--logs", type=Path, default=Path("build/serving-logs"), help="folder of the servers' logs")
     result.add_argument(
         "--seconds",

@@ -38,7 +38,7 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 
 WORKLOADS = ("rollout", "conversation")
-READY_SECONDS = 60.0  # until decode steps run
+READY_SECONDS = 600.0  # until decode steps run
 
 
 class LoadOverError(Exception):
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--context-length", type=int, help="default: the model's")
     result.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
     result.add_argument("--server-args", default="", help="more arguments for the server, as one quoted string")
-    result.add_argument("--start-seconds", type=float, default=300.0, help="until the server must be ready (300)")
+    result.add_argument("--start-seconds", type=float, default=3600.0, help="a start may take (3600)")
     result.add_argument("--logs", type=Path, default=Path("build/serving-logs"), help="folder of the server's logs")
     result.add_argument("--out", type=Path, metavar="OUT", help="write OUT.json and what belongs to it")
     result.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")

@@ -241,7 +241,7 @@ def add_common_arguments(result: argparse.ArgumentParser) -> None:
     result.add_argument("--context-length", type=int, help="default: the model's")
     result.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
     result.add_argument("--server-args", default="", help="more arguments for every server, as one quoted string")
-    result.add_argument("--start-seconds", type=float, default=300.0, help="until a server must be ready (300)")
+    result.add_argument("--start-seconds", type=float, default=3600.0, help="a start may take (3600)")
     result.add_argument("--logs", type=Path, default=Path("build/serving-logs"), help="folder of the servers' logs")
     result.add_argument("--out", type=Path, help="JSON file of results")
     result.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def _add_servers(commands: Any) -> None:
         "--requests", type=Path, required=True, metavar="FILE.jsonl",
         help='a line for each: {"input_ids": [...], "max_new_tokens": N, "n": samples}',
     )  # fmt: skip
+    parser.add_argument("--api-key", metavar="KEY", help="of both servers (default: the variable OPENAI_API_KEY)")
     parser.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
     parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
@@ -138,8 +140,9 @@ def _servers(args: argparse.Namespace) -> None:
         raise ValueError(f"--block {args.block}: expected 1 to 4096 requests")
     requests = servers.read_requests(args.requests)
     verdict = servers.compare_servers(
-        (args.urls[0], args.urls[1]), requests, args.block, seed=args.seed, effect=effect, seconds=args.seconds
-    )
+        (args.urls[0], args.urls[1]), requests, args.block, seed=args.seed, effect=effect, seconds=args.seconds,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+    )  # fmt: skip
     lines = verdict.lines()
     print("\n".join(lines))
     if args.out is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import random
+import socket
 import time
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from sgl_prefix_attn.demo.client import Answer
 
 MOST_REQUESTS = 100_000
+_PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,14 @@ def _request(line: bytes, place: str) -> Request:
     return Request(place, tuple(ids), tokens, samples=samples)
 
 
-def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+def block_times(url: str, requests: Sequence[Request], api_key: str | None = None) -> BlockTimes:
     """Sends a block at once, greedy, with as many tokens as each request says.
 
     Raises:
-        ValueError: the server is gone, refuses a request, ends it early, or takes longer than `timeout` seconds.
+        ValueError: the server is gone, refuses a request, ends it early, or makes no more tokens.
     """
-    import aiohttp
-
-    from sgl_prefix_attn.demo.client import RequestError, replay
-
     begin = time.perf_counter()
-    try:
-        answers = replay(url, requests, timeout_seconds=timeout)
-    except TimeoutError as error:
-        raise ValueError(f"{url}: a block of {len(requests)} requests took longer than {timeout:g} s") from error
-    except (aiohttp.ClientError, RequestError, OSError) as error:
-        raise ValueError(f"{url}: {error}") from error
+    answers = _answers(url, requests, api_key)
     seconds = time.perf_counter() - begin
     for answer in answers:
         _check_length(url, answer)
@@ -110,6 +106,49 @@ def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockT
         tokens_per_s=sum(len(sample.tokens) for sample in samples) / seconds,
         tokens=[sample.tokens for sample in samples],
     )
+
+
+def _answers(url: str, requests: Sequence[Request], api_key: str | None) -> list[Answer]:
+    import aiohttp
+
+    from sgl_prefix_attn.demo.client import STALL_SECONDS, RequestError, replay
+
+    try:
+        return replay(url, requests, api_key=api_key)
+    except TimeoutError as error:
+        raise ValueError(f"{url}: {len(requests)} requests got no token for {STALL_SECONDS:g} s") from error
+    except (aiohttp.ClientError, RequestError, OSError) as error:
+        more = "; give --api-key" if "status 401" in str(error) else ""
+        raise ValueError(f"{url}: {error}{more}") from error
+
+
+def check_two_servers(urls: tuple[str, str], requests: Sequence[Request], api_key: str | None) -> None:
+    """Finds out whether two addresses lead to one server, where the second sending would find its prompts cached.
+
+    Names and proxies hide that, so a drawn prompt is sent to the first address, and then to the second.
+
+    Raises:
+        ValueError: one server answers both, or one does not answer.
+    """
+    message = f"{urls[0]} and {urls[1]} lead to one server: the second sending of a block would find its prompts cached"
+    if _place(urls[0]) == _place(urls[1]):
+        raise ValueError(message)
+    known = sorted({token for request in requests for token in request.prompt})
+    probe = Request("to tell the servers apart", tuple(random.SystemRandom().choices(known, k=_PROBE_TOKENS)), 2)
+    cached = [_answers(url, [probe], api_key)[0].samples[0].cached_tokens for url in urls]
+    if len(known) > 1 and cached[0] < _PROBE_TOKENS // 2 <= cached[1]:
+        raise ValueError(message)
+
+
+def _place(url: str) -> object:
+    """What tells the servers of this machine apart: port and path. The address itself, if it leads elsewhere."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        hosts = {str(info[4][0]) for info in socket.getaddrinfo(parts.hostname, port)}
+    except (OSError, ValueError):  # the first request will say it
+        return url
+    return (port, parts.path) if all(ipaddress.ip_address(host).is_loopback for host in hosts) else url
 
 
 def _check_length(url: str, answer: Answer) -> None:
@@ -179,7 +218,14 @@ class ServersVerdict:
 
 
 def compare_servers(
-    urls: tuple[str, str], requests: Sequence[Request], block: int, *, seed: int, effect: float, seconds: float
+    urls: tuple[str, str],
+    requests: Sequence[Request],
+    block: int,
+    *,
+    seed: int,
+    effect: float,
+    seconds: float,
+    api_key: str | None = None,
 ) -> ServersVerdict:
     """Sends blocks of requests to both servers. The first block is warm-up.
 
@@ -190,20 +236,19 @@ def compare_servers(
             so does Ctrl-C.
 
     Raises:
-        ValueError: too few requests, equal addresses, or a server that fails before a block counts.
+        ValueError: too few requests, one server at both addresses, or a server that fails before a block counts.
         KeyboardInterrupt: Ctrl-C before a block counts.
     """
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server {url!r}: expected http://HOST:PORT")
     first, second = (url.rstrip("/") for url in urls)
-    if first == second:
-        raise ValueError(f"both addresses are {first}: the second sending of a block would find its prompts cached")
     blocks = [requests[begin : begin + block] for begin in range(0, len(requests) - block + 1, block)]
     if len(blocks) < 2:
         raise ValueError(f"{len(requests)} requests are fewer than two blocks of {block}, one of them for warm-up")
+    check_two_servers((first, second), requests, api_key)
     orders = [int(order) for order in np.random.default_rng(seed).integers(2, size=len(blocks))]
-    found, ended = _pairs((first, second), blocks, orders, seconds)
+    found, ended = _pairs((first, second), blocks, orders, seconds, api_key)
     known = [(a, b) for a, b in found if min(a.tpot_ms, b.tpot_ms) > 0]  # 0: all tokens came at once
     ratios = [float(np.log(b.tpot_ms / a.tpot_ms)) for a, b in known]
     same = [a == b for one, other in found for a, b in zip(one.tokens, other.tokens, strict=True)]
@@ -214,7 +259,11 @@ def compare_servers(
 
 
 def _pairs(
-    urls: tuple[str, str], blocks: Sequence[Sequence[Request]], orders: Sequence[int], seconds: float
+    urls: tuple[str, str],
+    blocks: Sequence[Sequence[Request]],
+    orders: Sequence[int],
+    seconds: float,
+    api_key: str | None,
 ) -> tuple[list[tuple[BlockTimes, BlockTimes]], str]:
     """Times of the blocks that count, on both servers, and why there are no more; "" after the last one.
 
@@ -226,12 +275,11 @@ def _pairs(
     number, end = 0, time.monotonic() + seconds
     try:
         for number, chosen in enumerate(tqdm(blocks, desc="A/B", unit="block")):
-            left = end - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= end:
                 break
             times: dict[int, BlockTimes] = {}
             for arm in (orders[number], 1 - orders[number]):
-                times[arm] = block_times(urls[arm], chosen, max(60.0, left))
+                times[arm] = block_times(urls[arm], chosen, api_key)
             if number:  # the first one is warm-up
                 found.append((times[0], times[1]))
     except (KeyboardInterrupt, ValueError) as error:

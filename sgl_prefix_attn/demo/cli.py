@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import aiohttp
 from tqdm import tqdm
 
 from sgl_prefix_attn.core.files import check_writable, write_whole
@@ -75,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=16, help="continuations of the one prompt (default: 16)")
     parser.add_argument("--stock-backend", help="what to compare with (default: torch_native on cpu, fa3 on cuda)")
     parser.add_argument("--server-args", default="", help="more arguments for both servers, as one quoted string")
+    parser.add_argument(
+        "--start-seconds", type=float, default=3600.0,
+        help="a server may take to start, while its log or processor time moves (default: 3600)",
+    )  # fmt: skip
     parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
@@ -84,8 +89,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = _plan(args)
         runs = [_serve_all(options, plan.workloads) for options in plan.servers]
-    except (DemoError, TraceError, ServerError, RequestError) as error:
+    except (DemoError, TraceError, ServerError, RequestError, aiohttp.ClientError) as error:
         print(f"demo: {error}", file=sys.stderr)
+        if isinstance(error, ServerError):
+            print(
+                "demo: environment and model are kept; the same call starts the servers again", file=sys.stderr
+            )
+        return 2
+    except TimeoutError:
+        print("demo: a server answers no more: none of its requests got a token for ten minutes", file=sys.stderr)
         return 2
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -111,6 +123,8 @@ def _plan(args: argparse.Namespace) -> _Plan:
         value = getattr(args, name)
         if value is not None and value < smallest:
             raise DemoError(f"--{name.replace('_', '-')} {value}: at least {smallest}")
+    if not args.start_seconds > 0:  # NaN as well
+        raise DemoError(f"--start-seconds {args.start_seconds:g}: expected more than 0")
     server_args = _words_of(args.server_args)
     _check_outputs(args)
     device = args.device or ("cuda" if args.model and _has_gpu() else "cpu")
@@ -121,7 +135,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         extra += ["--max-total-tokens", str(8 * context), "--max-running-requests", "64"]
     extra += server_args
     stock, packed = (
-        ServerOptions(model=model, backend=backend, device=device, extra=tuple(extra), log_folder=args.logs)
+        ServerOptions(model, backend, device, tuple(extra), start_seconds=args.start_seconds, log_folder=args.logs)
         for backend in (args.stock_backend or STOCK_BACKEND[device], BACKEND)
     )
     rows = read_trace(args.trace, args.requests)
@@ -232,6 +246,26 @@ def _print_result(comparisons: Sequence[Comparison], stock: ServerOptions) -> No
         print("Every token is identical.")
     elif stock.device != "cpu":
         print("In half precision, near ties between two tokens may fall either way.")
+    print(_closing(comparisons))
+
+
+def _closing(comparisons: Sequence[Comparison]) -> str:
+    """What was shown, and what to do next."""
+    by_saved = sorted((run.kv.saved, name) for name, run in ((c.workload, c.packed) for c in comparisons) if run.kv)
+    lines = ["\nShown: the same requests to both servers, their tokens compared one by one."]
+    if by_saved and by_saved[-1][0] > 0:
+        (least, few), (most, many) = by_saved[0], by_saved[-1]
+        lines += [
+            f"Packed steps read {least:.1%} ({few}) to {most:.1%} ({many}) less KV.",
+            "Only requests that run at the same time and share a prefix save reads.",
+        ]
+    else:
+        lines.append("No packed step shared KV: the line on steps that fell back says why.")
+    lines += [
+        "Next: what your own batches would save: python -m sgl_prefix_attn explain --trace FILE",
+        "      what of your server would run packed: python -m sgl_prefix_attn doctor YOUR LAUNCH COMMAND",
+    ]
+    return "\n".join(lines)
 
 
 def _record(args: argparse.Namespace, plan: _Plan, comparisons: Sequence[Comparison]) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import aiohttp
 import orjson
 
 from sgl_prefix_attn.demo.workload import Request
+
+STALL_SECONDS = 600.0
 
 
 class RequestError(RuntimeError):
@@ -59,17 +62,19 @@ def replay(
     *,
     on_answer: Callable[[Answer], None] | None = None,
     on_token: Callable[[Request, Sample], None] | None = None,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    api_key: str | None = None,
 ) -> list[Answer]:
     """Send every request at its arrival time, or at once where that is past, and return the answers in their order.
 
     `on_answer` is called as each request completes, `on_token` whenever a sample has grown. Raises RequestError when
     the server refuses one, aiohttp.ClientError when the connection fails, and TimeoutError when it all takes longer
-    than `timeout_seconds`.
+    than `timeout_seconds`, or when all are sent and none gets a token for `stall_seconds`.
     """
     answered = on_answer or (lambda answer: None)
     grown = on_token or (lambda request, sample: None)
-    return asyncio.run(_replay(url, requests, answered, grown, timeout_seconds))
+    return asyncio.run(_replay(url, requests, answered, grown, timeout_seconds, stall_seconds, api_key))
 
 
 async def _replay(
@@ -77,23 +82,38 @@ async def _replay(
     requests: Sequence[Request],
     on_answer: Callable[[Answer], None],
     on_token: Callable[[Request, Sample], None],
-    timeout_seconds: float,
+    timeout_seconds: float | None,
+    stall_seconds: float,
+    api_key: str | None,
 ) -> list[Answer]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+    timeout, headers = aiohttp.ClientTimeout(total=None), {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         started = time.perf_counter()
+        end = started + (math.inf if timeout_seconds is None else timeout_seconds)
+        moved = started + max((request.arrival_seconds for request in requests), default=0.0)
+
+        def note(request: Request, sample: Sample) -> None:
+            nonlocal moved
+            moved = max(moved, time.perf_counter())
+            on_token(request, sample)
 
         async def one(request: Request) -> Answer:
             delay = request.arrival_seconds - (time.perf_counter() - started)
             await asyncio.sleep(max(0.0, delay))
-            answer = await _generate(session, url, request, on_token)
+            answer = await _generate(session, url, request, note)
             on_answer(answer)
             return answer
 
         tasks = [asyncio.create_task(one(request)) for request in requests]
         answers = asyncio.gather(*tasks)
         try:
-            return await asyncio.wait_for(answers, timeout_seconds)
+            while not answers.done():
+                left = min(end, moved + stall_seconds) - time.perf_counter()
+                if left <= 0:
+                    raise TimeoutError
+                await asyncio.wait([answers], timeout=left)
+            return answers.result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -23,6 +23,7 @@ import psutil
 
 PORTS = range(20_000, 30_000)
 POLL_SECONDS = 0.25
+MOVED_CPU_SECONDS = 1.0
 STOP_SECONDS = 8.0
 ERROR_LINES = 40
 
@@ -63,7 +64,8 @@ class ServerOptions:
 
     model: folder or name, as SGLang takes it. backend: `--attention-backend`; None leaves the choice to SGLang.
     extra: more arguments for `sglang.launch_server`. environment: variables added to this process's.
-    start_seconds: how long the server may take until it is healthy. starter: how to start the process.
+    start_seconds: how long the server may take until it is healthy, while it moves (`Progress`). stall_seconds: how
+    long it may stand still meanwhile. starter: how to start the process.
     """
 
     model: str
@@ -71,9 +73,10 @@ class ServerOptions:
     device: str = "cpu"
     extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    start_seconds: float = 300.0
+    start_seconds: float = 3600.0
     log_folder: Path | None = None
     starter: Starter = start_process
+    stall_seconds: float = 300.0
 
     def command(self, port: int, nccl_port: int | None = None) -> list[str]:
         """Arguments of the process; without `nccl_port` SGLang takes one for its ranks to meet on."""
@@ -96,6 +99,28 @@ class ServerOptions:
         return variables | dict(self.environment)
 
 
+class Progress:
+    """Whether a process and its descendants move: their log grows, one of them ends, or they use processor time."""
+
+    def __init__(self, process: ServerProcess, log: Path) -> None:
+        self._process, self._log = process, log
+        self._size, self._cpu = 0, 0.0
+        self._moved = self._looked = time.monotonic()
+
+    def still_seconds(self, interval: float = 2.0) -> float:
+        """Seconds since the last move.
+
+        It looks at the processes every `interval` seconds only, as there may be many.
+        """
+        now = time.monotonic()
+        if now - self._looked >= interval:
+            self._looked = now
+            size, cpu = self._log.stat().st_size, sum(map(_cpu_seconds, _family(self._process)))
+            if size != self._size or not self._cpu <= cpu < self._cpu + MOVED_CPU_SECONDS:
+                self._size, self._cpu, self._moved = size, cpu, now
+        return now - self._moved
+
+
 class Server:
     """A running server. Use `serve` to get one."""
 
@@ -112,7 +137,7 @@ class Server:
         """An error that says `what` happened and shows the relevant part of the log."""
         return ServerError(f"{what}\n{log_tail(self.log)}")
 
-    def get(self, path: str, timeout: float = 30.0) -> str:
+    def get(self, path: str, timeout: float = 300.0) -> str:
         """Body of `GET path`. Raises ServerError when the server is gone or answers with an error status."""
         return self._fetch(urllib.request.Request(self.url + path), timeout)
 
@@ -129,15 +154,15 @@ class Server:
         """What the prefixpack backend reports about itself, or None where another backend serves."""
         return next((state["prefixpack"] for state in self.info()["internal_states"] if "prefixpack" in state), None)
 
-    def flush_cache(self, wait_seconds: float = 30.0) -> None:
-        """Empty the prefix cache, waiting for running requests. Raises ServerError when they do not end in time."""
-        deadline = time.monotonic() + wait_seconds
+    def flush_cache(self, still_seconds: float = 30.0) -> None:
+        """Empty the prefix cache, waiting for running requests. Raises ServerError when the server stands still."""
+        progress = Progress(self.process, self.log)
         while True:
             try:
                 self.post("/flush_cache", {})
                 return
             except ServerError:  # SGLang refuses while it works on a request
-                if time.monotonic() > deadline:
+                if progress.still_seconds() > still_seconds:
                     raise
                 time.sleep(POLL_SECONDS)
 
@@ -157,7 +182,8 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
     """Launch a server on a free loopback port, yield it once healthy, and stop its whole process tree at the end.
 
     `on_wait` is called with the seconds waited so far while the server starts. Raises ServerError when the process ends
-    or is not healthy within `options.start_seconds`. The log file is kept when something failed, else removed.
+    or stands still for `options.stall_seconds`, or is not healthy within `options.start_seconds`. The log file is kept
+    when something failed, else removed.
     Should this process be killed, its servers are killed too.
     """
     log = _new_log(options)
@@ -253,7 +279,7 @@ def _new_log(options: ServerOptions) -> Path:
 
 
 def _wait_until_healthy(server: Server, on_wait: Callable[[float], None]) -> None:
-    started = time.monotonic()
+    started, options, progress = time.monotonic(), server.options, Progress(server.process, server.log)
     while True:
         waited = time.monotonic() - started
         on_wait(waited)
@@ -261,11 +287,28 @@ def _wait_until_healthy(server: Server, on_wait: Callable[[float], None]) -> Non
         if status is not None:
             raise server.failure(f"the server ended with status {status} before it was healthy")
         with contextlib.suppress(ServerError):
-            server.get("/health", timeout=5.0)
+            server.get("/health", timeout=20.0)  # SGLang may run a request for it
             return
-        if waited > server.options.start_seconds:
-            raise server.failure(f"the server was not healthy after {waited:.0f} s")
+        still = progress.still_seconds(min(2.0, options.stall_seconds))
+        if still > options.stall_seconds:
+            raise server.failure(
+                f"the server stands still: for {still:.0f} s no line in its log and next to no processor time; "
+                f"it was started {waited:.0f} s ago"
+            )
+        if waited > options.start_seconds:
+            raise server.failure(
+                f"the server was not healthy after {waited:.0f} s, but still starting; "
+                "on a busy machine --start-seconds gives it more"
+            )
         time.sleep(POLL_SECONDS)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Of a process and of its children that have ended."""
+    try:
+        return float(sum(process.cpu_times()[:4]))
+    except psutil.Error:
+        return 0.0
 
 
 def _family(process: ServerProcess) -> list[psutil.Process]:

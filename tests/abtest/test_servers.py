@@ -6,8 +6,9 @@ import gc
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,18 @@ import pytest
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import servers
 from sgl_prefix_attn.abtest.servers import BlockTimes, block_times, compare_servers, read_requests
+from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.workload import Request
 
+CHECK = servers.check_two_servers
 URLS = ("http://a:1", "http://b:1")
 REQUESTS = [Request(str(number), (1, 2, number), 8) for number in range(4 * 61)]
+
+
+@pytest.fixture(autouse=True)
+def two_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers at URLS."""
+    monkeypatch.setattr(servers, "check_two_servers", lambda *arguments: None)
 
 
 @pytest.mark.parametrize(("b_over_a", "winner"), [(1.0, None), (1.05, "A"), (1 / 1.05, "B")])
@@ -29,7 +38,7 @@ def test_each_block_goes_to_both_in_a_drawn_order(b_over_a, winner, monkeypatch)
     sent: list[tuple[str, str]] = []
     rng = np.random.default_rng(1)
 
-    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+    def block_times(url: str, requests: Sequence[Request], api_key: str | None) -> BlockTimes:
         sent.append((url, requests[0].name))
         factor = (b_over_a if url == URLS[1] else 1.0) * rng.lognormal(0, 0.05)
         return BlockTimes(2.0 * factor, 10.0, 500.0 / factor, [[len(sent)]])
@@ -56,21 +65,21 @@ def test_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_failure_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
 
-    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+    def block_times(url: str, requests: Sequence[Request], api_key: str | None) -> BlockTimes:
         sent.append(url)
         if len(sent) > good:
-            raise ValueError(f"{url}: a block of 4 requests took longer than 60 s")
+            raise ValueError(f"{url}: 4 requests got no token for 600 s")
         return BlockTimes(2.0, 1.0, 1.0, [[1]])
 
     monkeypatch.setattr(servers, "block_times", block_times)
     good = 21  # a pair for warm-up, nine that count, and half of one
     verdict = compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
     assert (verdict.comparison.pairs, len(verdict.tpot_ms), len(verdict.orders)) == (9, 9, 9)
-    text = f"Block 10 of 60 failed and does not count: {sent[-1]}: a block of 4 requests took longer than 60 s"
+    text = f"Block 10 of 60 failed and does not count: {sent[-1]}: 4 requests got no token for 600 s"
     assert verdict.lines()[-1] == verdict.as_json()["ended"] == text
     sent.clear()
     good = 3
-    with pytest.raises(ValueError, match="took longer than 60 s"):
+    with pytest.raises(ValueError, match="got no token for 600 s"):
         compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
 
 
@@ -79,7 +88,7 @@ def test_ctrl_c_keeps_the_blocks_before_it(finished, tmp_path, monkeypatch, caps
     """finished: sendings before Ctrl-C, two of them for warm-up."""
     sent: list[str] = []
 
-    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+    def block_times(url: str, requests: Sequence[Request], api_key: str | None) -> BlockTimes:
         if len(sent) == finished:
             signal.raise_signal(signal.SIGINT)
         sent.append(url)
@@ -100,8 +109,8 @@ def test_ctrl_c_keeps_the_blocks_before_it(finished, tmp_path, monkeypatch, caps
     assert (verdict["tpot_ms"], len(verdict["orders"])) == ([[2.0, 2.0]], 1)
 
 
-def event(tokens: list[int], finish: str | None = None) -> str:
-    meta = {"id": "x", "finish_reason": finish and {"type": finish}}
+def event(tokens: list[int], finish: str | None = None, cached: int = 0) -> str:
+    meta = {"id": "x", "finish_reason": finish and {"type": finish}, "cached_tokens": cached}
     return "data: " + json.dumps({"output_ids": tokens, "meta_info": meta})
 
 
@@ -110,9 +119,11 @@ def server_of() -> Iterator[Callable[..., str]]:
     """Starts a server that answers every request with these events, after a call of `first`."""
     with ExitStack() as stack:
 
-        def start(events: list[str], first: Callable[[], object] = object) -> str:
+        def start(events: list[str], first: Callable[[], object] = object, key: str = "") -> str:
             class Handler(BaseHTTPRequestHandler):
                 def do_POST(self) -> None:
+                    if key and self.headers["Authorization"] != f"Bearer {key}":
+                        return self.send_error(401)
                     self.rfile.read(int(self.headers["Content-Length"]))
                     self.send_response(200)
                     self.end_headers()
@@ -144,7 +155,7 @@ def server_of() -> Iterator[Callable[..., str]]:
 def test_answers_that_cannot_be_compared_are_errors(events, message, server_of):
     url = server_of(events)
     with pytest.raises(ValueError, match=f"^{url}: {message}"):
-        block_times(url, [Request("a", (1, 2), 3)], 60.0)
+        block_times(url, [Request("a", (1, 2), 3)])
 
 
 def test_ctrl_c_leaves_a_block_that_runs_and_logs_nothing(server_of: Callable[..., str], caplog: Any) -> None:
@@ -157,7 +168,7 @@ def test_ctrl_c_leaves_a_block_that_runs_and_logs_nothing(server_of: Callable[..
     url = server_of([], stop)
     try:
         with pytest.raises(KeyboardInterrupt):
-            block_times(url, [Request("a", (1, 2), 3)], 60.0)
+            block_times(url, [Request("a", (1, 2), 3)])
     finally:
         left.set()
     gc.collect()
@@ -165,7 +176,7 @@ def test_ctrl_c_leaves_a_block_that_runs_and_logs_nothing(server_of: Callable[..
 
 
 def test_answers_of_the_requested_length_count(server_of: Callable[..., str]) -> None:
-    times = block_times(server_of([event([7]), event([7, 8, 9], "length")]), [Request("a", (1, 2), 3)], 60.0)
+    times = block_times(server_of([event([7]), event([7, 8, 9], "length")]), [Request("a", (1, 2), 3)])
     assert times.tokens == [[7, 8, 9]]
 
 
@@ -186,3 +197,47 @@ def test_unusable_lines_are_named(line: str, message: str, tmp_path: Path) -> No
     path.write_text(json.dumps({"input_ids": [5, 6], "max_new_tokens": 4, "n": 2}) + "\n" + line + "\n\n")
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         read_requests(path)
+
+
+NEW, KNOWN = ([event([7, 8], "length", cached)] for cached in (0, 200))
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [((NEW, NEW), None), ((KNOWN, KNOWN), None), ((KNOWN, NEW), None), ((NEW, KNOWN), "lead to one server")],
+)
+def test_a_prompt_that_the_first_address_got_is_not_known_at_the_second(events, message, server_of):
+    urls = tuple(server_of(one) for one in events)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        CHECK(urls, REQUESTS, None)
+
+
+def test_names_of_this_machine_are_one_server(server_of: Callable[..., str]) -> None:
+    url = server_of(NEW)
+    with pytest.raises(ValueError, match="lead to one server"):
+        CHECK((url, url.replace("127.0.0.1", "localhost")), REQUESTS, None)
+    CHECK((url, f"{url}/behind/a/proxy"), REQUESTS, None)
+
+
+def test_the_key_is_an_option_or_a_variable(server_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(servers, "check_two_servers", CHECK)
+    urls = [server_of([event([7, 8, 9, 10], "length")], key="sesame") for _ in range(2)]
+    path = tmp_path / "requests.jsonl"
+    path.write_text(8 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
+    words = ["abtest", "servers", *urls, "--requests", str(path), "--block", "2"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert main(words) == 2
+    assert "status 401" in (err := capsys.readouterr().err)
+    assert "; give --api-key" in err
+    assert main([*words, "--api-key", "sesame"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    assert main(words) == 0
+
+
+def test_a_server_without_tokens_stands_still(server_of: Callable[..., str]) -> None:
+    url = server_of([], lambda: time.sleep(2))
+    with pytest.raises(TimeoutError):
+        replay(url, [Request("a", (1, 2), 3)], stall_seconds=0.5)
+    slow = server_of([event([7]), event([7, 8, 9], "length")], lambda: time.sleep(1))
+    late = [Request(str(n), (1, 2), 3, arrival_seconds=n) for n in range(3)]
+    assert len(replay(slow, late, stall_seconds=2.5)) == 3  # which takes three seconds

@@ -83,10 +83,10 @@ def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path: Path) -> No
         pass
 
 
-def test_a_server_that_never_answers_is_an_error_with_its_log(tmp_path: Path) -> None:
+def test_a_server_that_stands_still_is_an_error_with_its_log(tmp_path: Path) -> None:
     waited: list[float] = []
     code = "import time; print('thinking', flush=True); time.sleep(600)"
-    options = StandIn(code, None, start_seconds=1.0, log_folder=tmp_path)
+    options = StandIn(code, None, stall_seconds=1.0, log_folder=tmp_path)
 
     def wait_for_log(seconds: float) -> None:
         waited.append(seconds)
@@ -94,10 +94,29 @@ def test_a_server_that_never_answers_is_an_error_with_its_log(tmp_path: Path) ->
         while not any(log.stat().st_size for log in tmp_path.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    with pytest.raises(ServerError, match=r"not healthy after(.|\n)*thinking"), serve(options, wait_for_log):
+    with pytest.raises(ServerError, match=r"stands still(.|\n)*thinking"), serve(options, wait_for_log):
         pass
     assert waited == sorted(waited)
     assert waited[-1] > 1.0
+
+
+LOGS = "print('loading', flush=True); time.sleep(0.2)"
+COMPUTES = "subprocess.run([sys.executable, '-c', 'sum(range(10**6))'])"
+
+
+@pytest.mark.parametrize("moves", [LOGS, COMPUTES])
+def test_a_server_that_moves_may_take_longer(moves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a start takes many minutes, with lines in the log or processor time in some process."""
+    monkeypatch.setattr("sgl_prefix_attn.demo.server.MOVED_CPU_SECONDS", 0.01)
+    slow = f"import subprocess, sys, time; end = time.time() + 4\nwhile time.time() < end: {moves}\n"
+    with serve(StandIn(slow + HEALTHY, None, stall_seconds=2.5, log_folder=tmp_path)) as server:
+        assert server.get("/health") == "answer"
+
+
+def test_the_whole_time_is_bounded_too(tmp_path: Path) -> None:
+    options = StandIn(f"import time\nwhile True: {LOGS}", None, start_seconds=1.0, log_folder=tmp_path)
+    with pytest.raises(ServerError, match=r"but still starting; .* --start-seconds"), serve(options):
+        pass
 
 
 def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> None:
