@@ -17,11 +17,21 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel wheel-trial bench clean
+TARGETS := help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel wheel-trial bench clean
+FOLDERS := csrc examples patches sgl_prefix_attn
+.PHONY: $(TARGETS) $(FOLDERS) tests benchmarks
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS= DEMO_ARGS="
+
+tests: test
+benchmarks: bench
+
+# Make would find nothing to be done for the folders.
+.DEFAULT $(FOLDERS):
+	@near=$$($(PYTHON) -c "import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))" $@ $(TARGETS)); \
+	echo "make: there is no target $@$${near:+; did you mean $$near?} (make help lists them)" >&2; exit 2
 
 setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's where there is one)
 	@$(SETUP) --venv $(VENV) --sglang $(SGLANG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
@@ -83,10 +84,18 @@ def _run(arguments: Sequence[str]) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f", did you mean {near[0]}?" if near else "."
+        parser.error(f"there is no command {arguments[0]!r}{hint} There are {', '.join(COMMANDS)}")
     args, more = parser.parse_known_args(arguments)
     if more and not takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     args.more = more
+    from sgl_prefix_attn.settings import misnamed_variables  # after the arguments: it takes a moment
+
+    for warning in misnamed_variables():
+        print(warning, file=sys.stderr)
     status: int = args.run(args)
     return status
 

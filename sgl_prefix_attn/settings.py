@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.routing import policy_names
+from sgl_prefix_attn.variable_names import KUBERNETES, misnamed
+from sgl_prefix_attn.variable_names import PREFIX as PREFIX
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +30,6 @@ else:  # pragma: no cover
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "PREFIXPACK_"
 CONFIG_VARIABLE = "PREFIXPACK_CONFIG"
 # Variables with this prefix that are not settings.
 OTHER_VARIABLES = {
@@ -39,8 +39,6 @@ OTHER_VARIABLES = {
     "PREFIXPACK_BUILD_JOBS": "build: number of parallel compiler processes",
     "PREFIXPACK_WHEEL_CACHE": "tests: folder with downloaded SGLang wheels",
 }
-# Kubernetes sets these in every pod of a namespace with a service named prefixpack or prefixpack-*.
-_KUBERNETES = re.compile(r"PREFIXPACK_(SERVICE_\w*|PORT\w*|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT(_\d+_\w+)?)")
 DEFAULT_SOURCE = "default"
 # Stock backends that wrap mode knows.
 WRAPPABLE = ("fa3", "flashinfer", "triton", "trtllm_mha", "torch_native")
@@ -312,7 +310,7 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
         # An empty variable is the same as none: compose files and pod specs cannot always remove one.
         if not name.startswith(PREFIX) or name in OTHER_VARIABLES or not environ[name].strip():
             continue
-        if _KUBERNETES.fullmatch(name):
+        if KUBERNETES.fullmatch(name):
             injected.append(name)
             continue
         yield _Entry(name, name.removeprefix(PREFIX).lower(), environ[name], name, typed=False)
@@ -329,7 +327,7 @@ def _file_entries(name: str) -> Iterator[_Entry]:
         return
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for unknown users
     try:
-        text = read_text(path)
+        text = path.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{CONFIG_VARIABLE}={name}: cannot read the file: {error.strerror}") from error
@@ -369,11 +367,20 @@ def _unknown_key(entry: _Entry) -> str:
     if entry.typed:
         what, known = f"{entry.source}: there is no setting {entry.name!r}", list(Settings.model_fields)
     else:
-        known = [variable_name(key) for key in Settings.model_fields] + list(OTHER_VARIABLES)
+        known = _known_variables()
         what = f"{entry.name}={entry.value!r}: there is no such setting"
     near = difflib.get_close_matches(entry.name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{what}; {hint}known are {', '.join(sorted(known))}"
+
+
+def misnamed_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A warning for each variable that looks like one of ours and is not read, with the nearest name."""
+    return misnamed(os.environ if environ is None else environ, _known_variables())
+
+
+def _known_variables() -> list[str]:
+    return [variable_name(key) for key in Settings.model_fields] + list(OTHER_VARIABLES)
 
 
 def _optional(field: FieldInfo) -> bool:

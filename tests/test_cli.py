@@ -63,6 +63,20 @@ def test_settings_with_a_mistake() -> None:
     assert result.stderr == "PREFIXPACK_METRICS='perhaps' is not usable: accepted is true or false\n"
 
 
+def test_a_variable_that_is_not_read_is_told_once(monkeypatch, capsys):
+    monkeypatch.setenv("PREFIX_PACK_WRAP", "1")
+    assert main(["settings"]) == 0
+    assert capsys.readouterr().err == "the variable PREFIX_PACK_WRAP is not read; did you mean PREFIXPACK_WRAP?\n"
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    for word, says in (("explian", "'explian', did you mean explain?"), ("xyz", "'xyz'. There are abtest, batch, ")):
+        with pytest.raises(SystemExit) as left:
+            main([word, "--tree", "1,2/3,4"])
+        assert left.value.code == 2
+        assert f"there is no command {says}" in capsys.readouterr().err
+
+
 def test_explain_as_json_with_every_machine_option() -> None:
     options = "--heads 16/4 --head-dim 64 --kv-dtype fp8 --device a100 --workers 32"
     result = command("explain", "--tree", "1,4/512,64", "--json", *options.split())

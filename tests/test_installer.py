@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import setuptools
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.installer import cli, setup_env, stages
-from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError
+from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError, Stage
+from sgl_prefix_attn.sglang_plugin.compat import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,9 +59,11 @@ def test_a_call_goes_on_where_the_last_one_ended(gpu, first, commands, tmp_path,
 def test_a_command_that_fails_ends_with_its_last_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "HEARTBEAT_SECONDS", 0.2)
     installer = Installer(Settings(tmp_path, "0.5.20", gpu=False))
+    words = [sys.executable, "-c", "import time; time.sleep(1); exit(print('no such package') or 3)"]
+    stage = Stage("x", "a stage of packages", (), lambda: installer._command(words))
     with pytest.raises(SetupError, match=r"failed with status 3: (.|\n)*no such package\nwhole output: "):
-        installer._command([sys.executable, "-c", "import time; time.sleep(1); exit(print('no such package') or 3)"])
-    assert "still working" in capsys.readouterr().out
+        installer._execute(stage, {}, "", "[setup 2/7]")
+    assert "[setup 2/7] a stage of packages: still working (0 s)" in capsys.readouterr().out
 
 
 def test_a_python_with_nothing_installed_runs_it_from_anywhere(tmp_path: Path) -> None:
@@ -85,6 +89,94 @@ def test_a_machine_that_cannot_do_is_told_what_to_change(here, sglang, message, 
     monkeypatch.setattr(setup_env, "sys", SimpleNamespace(**known))
     with pytest.raises(SetupError, match=re.escape(message)):
         setup_env.check_machine(Settings(tmp_path, sglang, gpu=False))
+
+
+@pytest.mark.parametrize("version", ["0.5.99", "0.5.13", "0.6.0", "main", "0.5", "0.5.20 --pre"])
+def test_another_sglang_is_refused_before_anything_is_done(version, commands, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("PREFIXPACK_ALLOW_UNTESTED_SGLANG", raising=False)
+    words = ["--venv", str(tmp_path / "venv"), "--gpu", "no", "--sglang", version]
+    assert setup_env.main(words) == 1
+    assert f"error: sglang {version}: this package serves 0.5.14 to 0.5.23; " in capsys.readouterr().err
+    assert (commands, list(tmp_path.iterdir())) == ([], [])
+    monkeypatch.setenv("PREFIXPACK_ALLOW_UNTESTED_SGLANG", "1")
+    assert setup_env.main(words) == 0
+
+
+def test_the_range_is_the_plug_ins() -> None:
+    for version, ours in ((versions.OLDEST, setup_env.OLDEST_SGLANG), (versions.NEWEST, setup_env.NEWEST_SGLANG)):
+        assert version == ".".join(map(str, ours))
+        setup_env.check_sglang(Settings(ROOT, f"{version}.post1", gpu=False))
+
+
+def test_a_folder_that_cannot_hold_an_environment_is_told(commands, tmp_path, monkeypatch, capsys):
+    def error_of(venv: Path) -> str:
+        assert setup_env.main(["--venv", str(venv), "--gpu", "no"]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "file").touch()
+    told = "; name another folder (make: VENV=FOLDER)\n"
+    assert error_of(Path("/proc/x")) == f"[setup] error: /proc/x: no such place can be made{told}"
+    assert error_of(tmp_path / "file") == f"[setup] error: {tmp_path / 'file'} is a file{told}"
+    assert error_of(tmp_path / "file" / "x") == f"[setup] error: {tmp_path / 'file' / 'x'}: Not a directory{told}"
+    with monkeypatch.context() as patched:
+        patched.setattr(setup_env.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e9))
+        assert "has 1.0 GB left on its disk, and the environment takes about " in error_of(tmp_path / "venv")
+
+    def refused(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(setup_env.tempfile, "TemporaryFile", refused)
+    assert error_of(tmp_path / "venv") == f"[setup] error: {tmp_path / 'venv'}: Permission denied{told}"
+    assert commands == []
+
+
+def test_a_disk_that_becomes_full_is_told(commands, tmp_path, monkeypatch, capsys):
+    def full(self: Installer, stamps: dict[str, str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Installer, "_write_stamps", full)
+    assert setup_env.main(["--venv", str(tmp_path), "--gpu", "no"]) == 1
+    assert capsys.readouterr().err == f"[setup] error: {tmp_path}: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "says"),
+    [
+        ("tests", 0, "pytest"),
+        ("benchmarks", 0, "kernel/plan_time"),
+        ("tset", 2, "make: there is no target tset; did you mean test? (make help lists them)"),
+        ("examples", 2, "make: there is no target examples (make help lists them)"),
+        ("xyz", 2, "make: there is no target xyz (make help lists them)"),
+    ],
+)
+def test_a_target_that_is_none_is_told(target: str, status: int, says: str) -> None:
+    words = ["make", *(["-n"] if status == 0 else []), f"PYTHON={sys.executable}", target]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, says in done.stdout + done.stderr) == (status, True)
+
+
+def test_one_setup_waits_for_another_and_no_shared_folder_is_used(commands, tmp_path, monkeypatch, capsys):
+    """A lock file in a shared folder can be a link of another user's, through which a file of ours is emptied."""
+    venv, shared, waits = tmp_path / "venv", tmp_path / "shared", threading.Event()
+    venv.mkdir()
+    shared.mkdir()
+    monkeypatch.setenv("TMPDIR", str(shared))
+    monkeypatch.setattr(setup_env.tempfile, "tempdir", None)
+    monkeypatch.setattr("builtins.print", lambda text, **_: waits.set() if "another setup" in text else None)
+
+    def second() -> None:
+        with setup_env.only_one(venv):
+            entered.append("second")
+
+    entered: list[str] = []
+    other = threading.Thread(target=second)
+    with setup_env.only_one(venv):
+        other.start()
+        assert waits.wait(60)
+        entered.append("first")
+    other.join(60)
+    assert entered == ["first", "second"]
+    assert list(shared.iterdir()) == list(venv.iterdir()) == []
 
 
 def test_the_wheel_takes_the_shims_as_data(setup_names: dict[str, Any]) -> None:

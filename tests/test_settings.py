@@ -14,6 +14,7 @@ from sgl_prefix_attn.settings import (
     accepted_values,
     load_settings,
     load_settings_with_sources,
+    misnamed_variables,
     variable_name,
 )
 from sgl_prefix_attn.settings_cli import markdown
@@ -163,3 +164,29 @@ class TestVariablesOfOthers:
     @pytest.mark.parametrize("name", ["PREFIXPACK_SERVICES", "PREFIXPACK_EXPORT", "PREFIXPACK_REPORT_1"])
     def test_a_misspelt_key_stays_an_error(self, name: str) -> None:
         assert "there is no such setting" in message({name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("PREFIX_PACK_WRAP", "did you mean PREFIXPACK_WRAP?"),
+        ("prefixpack_wrap", "did you mean PREFIXPACK_WRAP?"),
+        ("PREFIXPACKROUTE", "did you mean PREFIXPACK_ROUTE?"),
+        ("PREFIXPAK_ROUTE", "did you mean PREFIXPACK_ROUTE?"),
+        ("PREFXIPACK_ROUT", "did you mean PREFIXPACK_ROUTE?"),
+        ("SGLANG_PREFIXPACK_ROUTE", "did you mean PREFIXPACK_ROUTE?"),
+        ("PREFIX-PACK-WORKER", "did you mean PREFIXPACK_WORKERS?"),
+        ("PREFIX_PACK_COLOUR_OF_GRAPHS", "ours begin with PREFIXPACK_"),
+        ("PREFIXPACK", "ours begin with PREFIXPACK_"),
+    ],
+)
+def test_a_variable_that_looks_like_ours_is_told(name: str, hint: str) -> None:
+    assert misnamed_variables({name: "1"}) == [f"the variable {name} is not read; {hint}"]
+    assert misnamed_variables({name: " "}) == []
+
+
+def test_other_variables_are_not_taken_for_ours() -> None:
+    others = "PREFIX PATH PREFIX_PATH CMAKE_PREFIX_PATH PACK SGLANG_ROUTE CONDA_PREFIX npm_config_prefix MY_PREFIXPACK"
+    services = "PREFIX_PACK_SERVICE_HOST PREFIX_PACK_PORT_30000_TCP MY_PREFIXPACK_SERVICE_HOST MY_PREFIXPACK_PORT"
+    ours = ["PREFIXPACK_WRAP", "PREFIXPACK_CUDA", "PREFIXPACK_UNKNOWN"]  # the last one is an error elsewhere
+    assert misnamed_variables(dict.fromkeys([*others.split(), *services.split(), *ours], "1")) == []

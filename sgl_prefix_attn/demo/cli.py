@@ -92,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
     except (DemoError, TraceError, ServerError, RequestError, aiohttp.ClientError) as error:
         print(f"demo: {error}", file=sys.stderr)
         if isinstance(error, ServerError):
-            print(
-                "demo: environment and model are kept; the same call starts the servers again", file=sys.stderr
-            )
+            print("demo: environment and model are kept; the same call starts the servers again", file=sys.stderr)
         return 2
     except TimeoutError:
         print("demo: a server answers no more: none of its requests got a token for ten minutes", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.installer.setup_env import DEFAULT_SGLANG, check_python, only_one
+from sgl_prefix_attn.installer.setup_env import DEFAULT_SGLANG, check_python, check_sglang, only_one
 from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError, Stage
 
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = Settings(venv=Path(sys.prefix), sglang=args.sglang, gpu=False)
     try:
+        check_sglang(settings)
         check_python(settings, "make the environment with ")
         check_environment(settings)
         with only_one(settings.venv):

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -37,11 +39,13 @@ if __name__ == "__main__":  # the package's own __init__ imports what is not ins
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["sgl_prefix_attn"] = package
 
-from sgl_prefix_attn.installer.stages import ROOT, Installer, Settings, SetupError, digest
+from sgl_prefix_attn.installer.stages import ROOT, Installer, Settings, SetupError
 
 DEFAULT_SGLANG = "0.5.20"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+OLDEST_SGLANG, NEWEST_SGLANG = (0, 5, 14), (0, 5, 23)  # as compat/versions.py has them
 SGLANG_NEEDS_PYTHON_311 = (0, 5, 22)
+LEAST_FREE_GB = {False: 4, True: 20}  # by GPU
 
 
 def has_nvidia_gpu() -> bool:
@@ -52,7 +56,41 @@ def has_nvidia_gpu() -> bool:
     return listing.returncode == 0 and "GPU" in listing.stdout
 
 
+def check_sglang(settings: Settings) -> None:
+    """Raises SetupError for a version that this package does not serve, before anything is downloaded."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?", settings.sglang)
+    if os.environ.get("PREFIXPACK_ALLOW_UNTESTED_SGLANG", "").lower() in ("1", "true", "yes", "on"):
+        return
+    if found is None or not OLDEST_SGLANG <= tuple(map(int, found.groups()[:3])) <= NEWEST_SGLANG:
+        oldest, newest = (".".join(map(str, version)) for version in (OLDEST_SGLANG, NEWEST_SGLANG))
+        raise SetupError(
+            f"sglang {settings.sglang}: this package serves {oldest} to {newest}; "
+            "PREFIXPACK_ALLOW_UNTESTED_SGLANG=1 tries another one"
+        )
+
+
+def check_folder(settings: Settings) -> None:
+    """Raises SetupError where no environment can be made, or where the disk is too full for a new one."""
+    venv = settings.venv
+    if venv.exists() and not venv.is_dir():
+        raise SetupError(f"{venv} is a file; name another folder (make: VENV=FOLDER)")
+    try:
+        venv.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=venv):
+            pass
+        free = shutil.disk_usage(venv).free / 1e9
+    except OSError as error:
+        reason = "no such place can be made" if error.errno == errno.ENOENT else error.strerror
+        raise SetupError(f"{venv}: {reason}; name another folder (make: VENV=FOLDER)") from error
+    if not settings.python.exists() and free < LEAST_FREE_GB[settings.gpu]:
+        raise SetupError(
+            f"{venv} has {free:.1f} GB left on its disk, and the environment takes about "
+            f"{LEAST_FREE_GB[settings.gpu]} GB; make room or name another folder (make: VENV=FOLDER)"
+        )
+
+
 def check_machine(settings: Settings) -> None:
+    check_sglang(settings)
     check_python(settings, "run make with PYTHON=")
     headers, compiler = Path(sysconfig.get_path("include"), "Python.h"), os.environ.get("CXX", "c++").split()[0]
     if not headers.exists():
@@ -81,14 +119,19 @@ def check_python(settings: Settings, remedy: str) -> None:
 @contextlib.contextmanager
 def only_one(venv: Path) -> Iterator[None]:
     """Holds a lock against a second setup of the same environment."""
-    lock = Path(tempfile.gettempdir(), f"prefixpack-setup-{digest([str(venv)])[:16]}.lock")
-    with lock.open("w") as handle:
+    # The folder itself: a lock file in a folder that all users share could be someone's link.
+    handle = os.open(venv, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"[setup] another setup of {venv} is running; waiting for it", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # as on NFS, which locks only what is open for writing
+            print(f"[setup] cannot lock {venv} ({error.strerror}): run no second setup of it", flush=True)
         yield
+    finally:
+        os.close(handle)
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
@@ -115,10 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Installer(settings).show_stages()
             return 0
         check_machine(settings)
+        check_folder(settings)
         with only_one(settings.venv):
             Installer(settings).run()
     except SetupError as error:
         print(f"[setup] error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # as a disk that has become full
+        print(f"[setup] error: {error.filename or settings.venv}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("[setup] interrupted; the next call goes on with the unfinished stage", file=sys.stderr)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,7 @@ class Installer:
         self.settings = settings
         self.log = settings.venv / "setup.log"
         self.stamp_file = settings.venv / "setup-stamps.json"
+        self._doing = threading.local()  # two stages may run at a time
         self.made_here = "venv" in self._read_stamps()
 
     def show_stages(self) -> None:
@@ -124,7 +126,8 @@ class Installer:
         print(f"[setup] {self.settings.venv} is {state}: sglang {self.settings.sglang}, {kind}", flush=True)
 
     def _execute(self, stage: Stage, stamps: dict[str, str], stamp: str, prefix: str) -> None:
-        print(f"{prefix} {stage.title}", flush=True)
+        self._doing.stage = f"{prefix} {stage.title}"
+        print(self._doing.stage, flush=True)
         started = time.monotonic()
         stage.action()
         stamps[stage.name] = stamp
@@ -275,14 +278,14 @@ class Installer:
         failed = f"failed with status {status}: {' '.join(command)}"
         raise SetupError("\n".join([failed, *tail, f"whole output: {log}"]))
 
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes]) -> int:
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
         started = time.monotonic()
         while True:
             try:
                 return process.wait(HEARTBEAT_SECONDS)
             except subprocess.TimeoutExpired:
-                print(f"    still working ({time.monotonic() - started:.0f} s)", flush=True)
+                stage = getattr(self._doing, "stage", "[setup]")
+                print(f"{stage}: still working ({time.monotonic() - started:.0f} s)", flush=True)
 
     def _read_stamps(self) -> dict[str, str]:
         try:

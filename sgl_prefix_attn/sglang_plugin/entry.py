@@ -13,7 +13,7 @@ import multiprocessing
 import sys
 from typing import Any
 
-from sgl_prefix_attn.settings import Settings, SettingsError, load_settings
+from sgl_prefix_attn.settings import Settings, SettingsError, load_settings, misnamed_variables
 from sgl_prefix_attn.sglang_plugin.compat import versions
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,9 @@ _RAY_ENGINE_MODULE = "sglang.srt.ray.engine"
 
 def register() -> None:
     """Registers the attention backend, or logs why it is not available."""
+    if not in_scheduler_process():  # of which a server has many, with the same variables
+        for warning in misnamed_variables():
+            logger.warning("prefixpack: %s", warning)
     try:
         settings = load_settings()
         version = versions.installed_version()

@@ -113,6 +113,16 @@ class TestEntry:
         assert self.choices.count("prefixpack") == 1
         assert "prefixpack" in self.factories
 
+    @pytest.mark.parametrize("scheduler", [False, True])
+    def test_a_variable_that_is_not_read_is_in_the_log_once_a_server(
+        self, scheduler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("PREFIX_PACK_WRAP", "1")
+        monkeypatch.setattr(entry, "in_scheduler_process", lambda: scheduler)
+        entry.register()
+        said = "PREFIX_PACK_WRAP is not read; did you mean PREFIXPACK_WRAP?"
+        assert (said in caplog.text) != scheduler
+
     @pytest.mark.parametrize("wrap", ["0", "1"])
     @pytest.mark.parametrize("why", ["0.5.99 is installed", "PREFIXPACK_STOCK_BACKND"])
     def test_an_unsupported_version_or_a_typo_in_the_settings_registers_nothing_and_says_so(
