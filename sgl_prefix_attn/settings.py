@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from sgl_prefix_attn.routing import policy_names
@@ -51,7 +51,7 @@ class SettingsError(ValueError):
 class Settings(BaseModel):
     """Every setting, typed and validated. `load_settings` builds one from file and environment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     stock_backend: Literal["auto", "torch_native", "flashinfer", "fa3", "triton"] = Field(
         "auto",
@@ -139,8 +139,19 @@ class Settings(BaseModel):
     )
     group_scheduling: bool = Field(
         False,
-        description="Run the requests of offline jobs in groups that share a prefix. The batch command sets it for its "
-        "engines. Off: no hook on SGLang's scheduling policy is installed.",
+        description="Run the requests of offline jobs in groups that share a prefix, and let them announce their "
+        "prefixes to retention. The batch command sets it for its engines. Any client can write a place in a job: set "
+        "it only where all clients trust each other. Off: places are not read, and no hook on SGLang's scheduling "
+        "policy is installed.",
+    )
+    fingerprint_key: SecretStr | None = Field(
+        None,
+        min_length=16,
+        max_length=200,
+        description="Secret of the fingerprints of running prompts at GET /prefixpack/prompts, by which explain "
+        "compares servers. Give the servers the same one. The endpoint asks for SGLang's --admin-api-key. Unset: no "
+        "endpoint, and nothing is hashed.",
+        json_schema_extra={"accepts": "a text of 16 to 200 characters, or none"},
     )
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of the CPU executor. Unset: as many as torch uses."
@@ -358,9 +369,8 @@ def _checked(entry: _Entry) -> Any:
         return getattr(Settings.model_validate({entry.key: value}, strict=entry.typed), entry.key)
     except ValidationError as error:
         where = f"{entry.title()} = " if entry.typed else f"{entry.name}="
-        raise SettingsError(
-            f"{where}{entry.value!r} is not usable: accepted is {accepted_values(entry.key)}"
-        ) from error
+        told = "(secret)" if SecretStr in get_args(field.annotation) else repr(entry.value)
+        raise SettingsError(f"{where}{told} is not usable: accepted is {accepted_values(entry.key)}") from error
 
 
 def _unknown_key(entry: _Entry) -> str:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(_records(loaded), indent=2) if args.json else _table(loaded))
+    print(json.dumps(_records(loaded), indent=2, default=str) if args.json else _table(loaded))
     return 0
 
 

@@ -11,7 +11,7 @@ from sgl_prefix_attn.explain import spread
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError, parse_tree, read_batch_file
 from sgl_prefix_attn.explain.devices import DEVICE_NAMES, STOCK_BACKENDS, machine, machine_of_server, model_shape
 from sgl_prefix_attn.explain.report import Explanation, explain
-from sgl_prefix_attn.explain.server import ServerState, read_states
+from sgl_prefix_attn.explain.server import ServerState, read_prompts, read_states
 from sgl_prefix_attn.explain.text import render, render_state
 from sgl_prefix_attn.explain.trace import read_window
 from sgl_prefix_attn.routing.profile import ProfileError
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     details.add_argument(
         "--progress", type=float, metavar="SHARE", help="--trace: share of its output each has generated (default 0.5)"
     )
-    details.add_argument("--api-key", metavar="KEY", help="--server: its API key")
+    details.add_argument("--api-key", metavar="KEY", help="--server: its API key; of several servers the admin key")
     details.add_argument("--rank", type=int, metavar="N", help="--server: only this data-parallel rank (default all)")
 
     device = parser.add_argument_group("model and device (--server reports its own; these replace it)")
@@ -128,15 +128,15 @@ def _run_servers(args: argparse.Namespace) -> None:
             raise InputError(f"--{option} works with one --server")
     engines = {}
     for url in dict.fromkeys(url.rstrip("/") for url in args.server):
-        states = read_states(url, args.api_key)
-        for rank, state in enumerate(states):
-            if state.running is None:
-                raise InputError(f"{url}: its version of sgl-prefix-attn does not tell the prompts of running requests")
-            engines[url if len(states) == 1 else f"{url} rank {rank}"] = state.running
+        ranks = read_prompts(url, args.api_key)
+        for rank, running in enumerate(ranks):
+            engines[url if len(ranks) == 1 else f"{url} rank {rank}"] = running
     blocks = {name: running.block for name, running in engines.items()}
     if len(set(blocks.values())) > 1:
         told = ", ".join(f"{name}: {block}" for name, block in blocks.items())
         raise InputError(f"prompts cannot be compared, as the servers hash blocks of different sizes ({told} tokens)")
+    if len({running.key for running in engines.values()}) > 1:
+        raise InputError("prompts cannot be compared, as the servers have different settings fingerprint_key")
     found = spread.spread(engines)
     _print(spread.as_json(found) if args.json else spread.render(found))
 
@@ -162,7 +162,8 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
     else:
         for rank, state in states.items():
             explanation = explained[rank]
-            batch = "no batch ran packed yet" if explanation is None else _text(explanation, args)
+            untold = "no batch ran packed yet" if state.tells_batch else "not told by a server with an API key"
+            batch = untold if explanation is None else _text(explanation, args)
             _print(f"{url} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
     _plot([explanation for explanation in explained.values() if explanation is not None], args)
 

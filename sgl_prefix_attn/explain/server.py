@@ -18,6 +18,8 @@ from sgl_prefix_attn.routing.profile_store import SETTING
 STATE_KEY = "prefixpack"
 STATE_VERSION = 1
 _PATH, _OLDER_PATH = "/server_info", "/get_server_info"
+_PROMPTS_PATH = "/prefixpack/prompts"
+_MOST_ANSWERS = 300  # an engine hashes some blocks an answer; the most that it tells take 256
 _TIMEOUT_SECONDS = 10.0
 PREFILL_REASON = "compute_bound"  # of fallbacks that only prefill and mixed steps have
 
@@ -128,8 +130,8 @@ class RouteState(BaseModel):
 class ServerState(BaseModel):
     """State of the backend in one scheduler process.
 
-    batch: the last one that ran packed; None: none yet. running: prompts of running requests; None: an older server.
-    route: None: an older server, or no backend yet.
+    batch: the last one that ran packed; None: none yet, or not told. tells_batch: whether the server tells it. route:
+    None: an older server, or no backend yet.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -142,7 +144,7 @@ class ServerState(BaseModel):
     shape: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
     batch: BatchModel | None = None
-    running: RunningPrompts | None = None
+    tells_batch: bool = True
     route: RouteState | None = None
 
     def described_batch(self, title: str) -> BatchDescription | None:
@@ -172,6 +174,30 @@ def read_states(url: str, api_key: str | None = None) -> list[ServerState]:
     return [_state(url, content) for content in found]
 
 
+def read_prompts(url: str, api_key: str | None = None) -> list[RunningPrompts]:
+    """Prompts that the server runs, of every data-parallel rank. Asks until all are hashed.
+
+    Raises:
+        InputError: the server does not answer, or tells no prompts.
+    """
+    base = _checked(url)
+    for _ in range(_MOST_ANSWERS):
+        try:
+            content = _get_json(base + _PROMPTS_PATH, api_key)
+        except InputError as error:
+            raise InputError(
+                f"{error}; {_PROMPTS_PATH} needs the setting fingerprint_key and a server with --admin-api-key, given "
+                "as --api-key"
+            ) from error
+        try:
+            found = [RunningPrompts.model_validate(copy) for copy in content["copies"]]
+        except (ValidationError, KeyError, TypeError) as error:
+            raise InputError(f"{url}: {_PROMPTS_PATH}: the answer has no prompts") from error
+        if not any(running.pending for running in found):
+            break
+    return found
+
+
 def _state(url: str, content: Any) -> ServerState:
     version = content.get("version") if isinstance(content, dict) else None
     if version != STATE_VERSION:
@@ -182,14 +208,19 @@ def _state(url: str, content: Any) -> ServerState:
         raise InputError(f"{url}: {STATE_KEY} state: {first_problem(error)}") from error
 
 
-def _server_info(url: str, api_key: str | None) -> dict[str, Any]:
+def _checked(url: str) -> str:
+    """The address without a slash at its end. Raises InputError if it is none."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:  # as of "http://[::1"
         parts = urllib.parse.urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise InputError(f"server {url!r}: expected http://HOST:PORT")
-    base = url.rstrip("/")
+    return url.rstrip("/")
+
+
+def _server_info(url: str, api_key: str | None) -> dict[str, Any]:
+    base = _checked(url)
     try:
         content = _get_json(base + _PATH, api_key)
     except _NotFoundError:

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-
-class Prompt(BaseModel):
-    """A running request's prompt: its length, and a hash of each block with all blocks before it."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    tokens: int
-    hashes: list[str]
+_HASH_CHARACTERS = 16
 
 
 class RunningPrompts(BaseModel):
-    """Prompts of the requests that one engine runs. block: tokens of each block but a prompt's last one."""
+    """Prompts of the requests that one engine runs.
+
+    Attributes:
+        block: tokens of a block.
+        key: the same on servers whose hashes can be compared.
+        pending: prompts that are not hashed yet to their end.
+        prompts: of each request the hashes of its prompt's full blocks, each with all blocks before it, as one text.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    block: int
-    prompts: list[Prompt]
+    block: Annotated[int, Field(ge=1)]
+    key: str
+    pending: int
+    prompts: list[str]
+
+    def hashes(self) -> list[list[str]]:
+        """The hashes of each prompt."""
+        return [
+            [text[at : at + _HASH_CHARACTERS] for at in range(0, len(text), _HASH_CHARACTERS)] for text in self.prompts
+        ]
 
 
 class Spread(NamedTuple):
-    """Prompt tokens of the requests that run on several engines.
+    """Tokens in full blocks of the prompts that run on several engines.
 
     Attributes:
         engines: requests of each engine.
@@ -59,33 +67,24 @@ def spread(engines: Mapping[str, RunningPrompts]) -> Spread:
     Args:
         engines: by name, what each engine runs; data-parallel ranks are engines of their own.
     """
-    unions: list[dict[str, int]] = [_tokens(running, running.prompts) for running in engines.values()]
-    everywhere: dict[str, int] = {}
-    for union in unions:
-        everywhere |= union
+    blocks = {name: running.block for name, running in engines.items()}
+    hashes = {name: running.hashes() for name, running in engines.items()}
+    unions = {name: {block for prompt in prompts for block in prompt} for name, prompts in hashes.items()}
+    everywhere = {block: blocks[name] for name, union in unions.items() for block in union}
     places: dict[str, list[str]] = defaultdict(list)
-    for name, running in engines.items():
-        for prompt in running.prompts:
-            if prompt.hashes:
-                places[prompt.hashes[-1]].append(name)
+    for name, prompts in hashes.items():
+        for prompt in prompts:
+            if prompt:
+                places[prompt[-1]].append(name)
     groups = [names for names in places.values() if len(names) > 1]
     return Spread(
-        {name: len(running.prompts) for name, running in engines.items()},
-        sum(prompt.tokens for running in engines.values() for prompt in running.prompts),
-        sum(sum(union.values()) for union in unions),
+        {name: len(prompts) for name, prompts in hashes.items()},
+        sum(blocks[name] * len(prompt) for name, prompts in hashes.items() for prompt in prompts),
+        sum(blocks[name] * len(union) for name, union in unions.items()),
         sum(everywhere.values()),
         len(groups),
         sum(len(set(names)) > 1 for names in groups),
     )
-
-
-def _tokens(running: RunningPrompts, prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Tokens of each different block."""
-    return {
-        name: min(running.block, prompt.tokens - index * running.block)
-        for prompt in prompts
-        for index, name in enumerate(prompt.hashes)
-    }
 
 
 def as_json(found: Spread) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_prefix_attn.pinning.lookahead import Lookahead
@@ -19,38 +20,59 @@ FINISHED = CLASSES + 3  # all positions are 0
 Placement = tuple[int, int]
 
 
+@dataclass(slots=True)
+class _Announcement:
+    """An announced prefix.
+
+    Attributes:
+        uses: those that remain.
+        by_anyone: whether any request's use counts, or only a member's.
+        earned: whether others than the members have used the prefix. Then it does not go first in the end.
+    """
+
+    uses: int
+    by_anyone: bool
+    earned: bool
+
+
 class RetentionScores:
     """Combines known future uses with remembered reuse.
 
     A prefix that a waiting request uses, the d-th from now, scores 1/d. A prefix of an announced group scores its
-    remaining uses, since the members of a group run together; after the last one it scores FINISHED_SCORE until it is
-    used again. Any other prefix scores what the reuse memory says, given that no waiting request uses it.
+    remaining uses, since the members of a group run together. After the last one it scores FINISHED_SCORE until it is
+    used again, unless others than the members have used it. Any other prefix scores what the reuse memory says, given
+    that no waiting request uses it.
 
     Args:
         memory: reuse memory; None: prefixes without a known use score 0.
         lookahead: waiting requests; None: no queue is known.
-        max_keys: announced prefixes remembered, and finished ones; the oldest are forgotten first, because a group
-            that ended early never comes to its last use.
+        max_keys: finished prefixes remembered; the oldest are forgotten first.
+        max_announced: announced prefixes remembered; the oldest are forgotten first, because a group that ended early
+            never comes to its last use.
 
     Attributes:
         on_change: called with each key whose placement may have changed.
 
     Raises:
-        ValueError: max_keys is below 1.
+        ValueError: max_keys or max_announced is below 1.
     """
 
     def __init__(
-        self, memory: ReuseMemory | None = None, lookahead: Lookahead | None = None, max_keys: int = 1 << 18
+        self,
+        memory: ReuseMemory | None = None,
+        lookahead: Lookahead | None = None,
+        max_keys: int = 1 << 18,
+        max_announced: int = 1 << 18,
     ) -> None:
-        if max_keys < 1:
-            raise ValueError(f"max_keys is {max_keys}: it has to be at least 1")
-        self._max_keys = max_keys
+        if max_keys < 1 or max_announced < 1:
+            raise ValueError(f"max_keys is {max_keys} and max_announced {max_announced}: both have to be at least 1")
+        self._max_keys, self._max_announced = max_keys, max_announced
         self.memory = memory
         self.lookahead = lookahead if lookahead is not None else Lookahead(0)
         self.lookahead.on_change = self._note
         self.on_change: Callable[[int], None] = _ignore
         self._changed: dict[int, None] = {}
-        self._announced: dict[int, int] = {}  # remaining uses by key, least recently announced or used first
+        self._announced: dict[int, _Announcement] = {}  # least recently announced or used first
         self._finished: dict[int, None] = {}  # least recently finished first
 
     @property
@@ -58,15 +80,28 @@ class RetentionScores:
         """Whether the last announced use of some prefix is over."""
         return bool(self._finished)
 
-    def announce(self, keys: Iterable[int], uses: int) -> None:
-        """A group will use these prefixes `uses` times more. Raises ValueError if uses is below 1."""
+    def announce(self, keys: Iterable[int], uses: int, *, by_anyone: bool = True) -> None:
+        """A group will use these prefixes `uses` times more.
+
+        Args:
+            by_anyone: whether any request's use counts. Otherwise `scheduled` is told which requests are members, and
+                what others have used is not evicted first after the last member.
+
+        Raises:
+            ValueError: uses is below 1.
+        """
         if uses < 1:
             raise ValueError(f"uses is {uses}: a group has at least one member")
         for key in keys:
-            self._announced[key] = self._announced.pop(key, 0) + uses
+            announced = self._announced.pop(key, None)
+            if announced is None:
+                used = self.memory is not None and self.memory.uses(key) > 0
+                announced = _Announcement(0, by_anyone, earned=used and not by_anyone)
+            announced.uses += uses
+            self._announced[key] = announced
             self._finished.pop(key, None)
             self._note(key)
-        self._forget(self._announced)
+        self._forget(self._announced, self._max_announced)
         self._publish()
 
     def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
@@ -79,8 +114,12 @@ class RetentionScores:
         self.lookahead.remove(request)
         self._publish()
 
-    def scheduled(self, request: Hashable, keys: Sequence[int]) -> list[int]:
-        """A request was admitted. Returns the keys whose last announced use this was."""
+    def scheduled(self, request: Hashable, keys: Sequence[int], member_of: Container[int] = ()) -> list[int]:
+        """A request was admitted. Returns the keys whose last announced use this was.
+
+        Args:
+            member_of: the keys of announced groups in which the request is a member.
+        """
         self.lookahead.remove(request)
         if self.memory is not None:
             for key in self.memory.record(keys):
@@ -88,14 +127,22 @@ class RetentionScores:
         ended = []
         for key in keys:
             self._note(key)
-            left = self._announced.pop(key, None)
             self._finished.pop(key, None)
-            if left is not None and left > 1:
-                self._announced[key] = left - 1
-            elif left is not None:
+            announced = self._announced.get(key)
+            if announced is None:
+                continue
+            if not announced.by_anyone and key not in member_of:
+                announced.earned = True
+                continue
+            del self._announced[key]
+            announced.uses -= 1
+            if announced.uses > 0:
+                self._announced[key] = announced
+                continue
+            ended.append(key)
+            if not announced.earned:
                 self._finished[key] = None
-                ended.append(key)
-        self._forget(self._finished)
+        self._forget(self._finished, self._max_keys)
         self._publish()
         return ended
 
@@ -116,7 +163,7 @@ class RetentionScores:
             return UNKNOWN, 0
         announced = self._announced.get(key)
         if announced is not None:
-            return ANNOUNCED, announced
+            return ANNOUNCED, announced.uses
         number = self.lookahead.next_request(key)
         if number is not None:
             return QUEUED, -number
@@ -144,7 +191,8 @@ class RetentionScores:
         return self.memory.last_of_age_bin(position)
 
     def clear(self) -> None:
-        """The cache is empty: finished groups are gone. Memory and announcements stay."""
+        """The cache is empty: announced and finished groups are gone. The memory stays."""
+        self._announced.clear()
         self._finished.clear()
 
     def _note(self, key: int) -> None:
@@ -155,8 +203,8 @@ class RetentionScores:
         for key in changed:
             self.on_change(key)
 
-    def _forget(self, keys: dict[int, Any]) -> None:
-        while len(keys) > self._max_keys:
+    def _forget(self, keys: dict[int, Any], most: int) -> None:
+        while len(keys) > most:
             key = next(iter(keys))
             del keys[key]
             self._note(key)

@@ -121,15 +121,16 @@ def register_ray_actors() -> None:
 
 
 def register_endpoints(settings: Settings) -> None:
-    """Adds the HTTP endpoints of pinning, live tests and recordings, if the settings ask for them."""
+    """Adds the HTTP endpoints of pinning, live tests, recordings and fingerprints, if the settings ask for them."""
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     registration.add_endpoints(settings, in_scheduler=in_scheduler_process())
-    if not settings.live_tests:
+    if not settings.live_tests and settings.fingerprint_key is None:
         return
-    from sgl_prefix_attn.sglang_plugin.backend import live_endpoints
+    from sgl_prefix_attn.sglang_plugin.backend import live_endpoints, running_prompts
 
     live_endpoints.add_endpoints(settings, in_scheduler=in_scheduler_process())
+    running_prompts.add_endpoint(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

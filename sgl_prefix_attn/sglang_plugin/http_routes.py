@@ -30,22 +30,24 @@ def server_without(path: str) -> tuple[Any, Callable[[], Any]] | None:
     return http_server.app, lambda: http_server._global_state.tokenizer_manager
 
 
-def add_endpoints(app: Any, path: str, endpoints: Mapping[str, Any]) -> None:
+def add_endpoints(app: Any, path: str, endpoints: Mapping[str, Any], *, admin_only: bool = False) -> None:
     """Adds routes to a FastAPI application. They ask for the admin API key where SGLang's own /flush_cache does.
 
     Args:
         app: the application.
         path: of all the routes.
         endpoints: coroutine functions by HTTP method, without arguments or with `request: Request`.
+        admin_only: refuse all requests where the server has no admin API key.
     """
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    level = AuthLevel.ADMIN_FORCE if admin_only else AuthLevel.ADMIN_OPTIONAL
     for method, endpoint in endpoints.items():
         # FastAPI resolves annotations, which are strings here, in the module and would not find a local name.
         if "request" in endpoint.__annotations__:
             endpoint.__annotations__["request"] = Request
-        app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+        app.add_api_route(path, auth_level(level)(endpoint), methods=[method])
 
 
 async def internal_states(manager: Any, request_id: str) -> list[dict[str, Any]]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, start_process, stop
 from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
@@ -40,7 +37,6 @@ def test_launch_server_with_the_stock_backends_name(wrapped, expected, vocabular
     assert wrapped.info()["attention_backend"] == STOCK
     state = state_of(wrapped)
     assert state["wrapped"] == [STOCK]
-    assert state["running"]["prompts"] == []
     metrics = run(documented("curl -s http://HOST:PORT/metrics", {"http://HOST:PORT": wrapped.url})).splitlines()
     assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
     assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1
@@ -51,26 +47,6 @@ def hooked(server: Server) -> set[str]:
     """The names of SGLang that have a hook in the server's scheduler, by its log."""
     targets = re.findall(r"Applied \d+ hook\(s\) to (\S+)", server.log_text())
     return {".".join(target.split(".")[-2:]) for target in targets}
-
-
-def test_explain_over_two_servers_that_run_samples_of_one_prompt(wrapped, packed, vocabulary, capsys):
-    prompt = vocabulary.tokens(1024, 61)  # two blocks
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
-    places = (wrapped, wrapped, packed)
-    with ThreadPoolExecutor(len(places)) as pool:
-        answers = [pool.submit(server.post, "/generate", body, 60) for server in places]
-        try:
-            while sum(len(state_of(server)["running"]["prompts"]) for server in (wrapped, packed)) < len(places):
-                assert not any(answer.done() for answer in answers)
-                time.sleep(0.05)
-            assert main(["explain", "--json", "--server", wrapped.url, "--server", packed.url]) == 0
-        finally:
-            for server in (wrapped, packed):
-                server.post("/abort_request", {"abort_all": True})
-    found = json.loads(capsys.readouterr().out)
-    assert found["engines"] == {wrapped.url: 2, packed.url: 1}
-    assert [found[name] for name in ("per_request", "kept", "together")] == [3 * 1024, 2 * 1024, 1024]
-    assert (found["groups"], found["split"], found["lost"]) == (1, 1, 0.5)
 
 
 def launch_arguments(options: ServerOptions) -> list[str]:

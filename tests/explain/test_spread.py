@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from typing import Any
@@ -12,21 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.explain import server
 from sgl_prefix_attn.explain.spread import RunningPrompts, spread
 from tests.support.pages import documented
 
 BLOCK = 4
+PROMPTS = "/prefixpack/prompts"
 
 
-def running(*prompts: str) -> dict[str, Any]:
+def running(*prompts: str, **fields: Any) -> dict[str, Any]:
     """What an engine tells about prompts; each letter is a token, and a hash is the text that it stands for."""
-    return {
-        "block": BLOCK,
-        "prompts": [
-            {"tokens": len(prompt), "hashes": [prompt[: end + BLOCK] for end in range(0, len(prompt), BLOCK)]}
-            for prompt in prompts
-        ],
-    }
+    hashes = [
+        "".join(f"{prompt[:end]:.>16}" for end in range(BLOCK, min(len(prompt), 16) + 1, BLOCK)) for prompt in prompts
+    ]
+    return {"block": BLOCK, "key": "one", "pending": 0, "prompts": hashes, **fields}
 
 
 def engines(*contents: tuple[str, ...]) -> dict[str, RunningPrompts]:
@@ -35,8 +33,8 @@ def engines(*contents: tuple[str, ...]) -> dict[str, RunningPrompts]:
 
 def test_samples_of_one_prompt_on_two_engines() -> None:
     found = spread(engines(("systemAB", "systemAB", "systemCD"), ("systemAB", "other")))
-    # Two blocks of four: "syst", "emAB" or "emCD"; "othe", "r".
-    assert (found.per_request, found.kept, found.together) == (8 * 4 + 5, 4 + 4 + 4 + 8 + 5, 4 + 4 + 4 + 5)
+    # Two blocks of four: "syst", "emAB" or "emCD"; "othe", and "r", which fills none.
+    assert (found.per_request, found.kept, found.together) == (8 * 4 + 4, 4 + 4 + 4 + 8 + 4, 4 + 4 + 4 + 4)
     assert (found.groups, found.split) == (1, 1)
     assert found.lost == pytest.approx(8 / 20)
 
@@ -54,17 +52,12 @@ def test_bounds_of_any_spread(contents: list[tuple[str, ...]]) -> None:
     assert spread(engines(tuple(prompt for prompts in contents for prompt in prompts))).together == found.together
 
 
-def told(server_info: dict[str, Any], *prompts: str) -> dict[str, Any]:
-    info = copy.deepcopy(server_info)
-    info["internal_states"][0]["prefixpack"]["running"] = running(*prompts)
-    return info
+def told(*prompts: str, **fields: Any) -> dict[str, tuple[int, Any]]:
+    return {PROMPTS: (200, {"copies": [running(*prompts, **fields)]})}
 
 
-def test_the_command(serve, server_info, capsys):
-    urls = [
-        serve({"/server_info": (200, told(server_info, *prompts))})
-        for prompts in (("promptAB", "promptAB"), ("promptAB",))
-    ]
+def test_the_command(serve, capsys):
+    urls = [serve(told(*prompts), api_key="ADMIN") for prompts in (("promptAB", "promptAB"), ("promptAB",))]
     hosts = ("http://host-a:30000", "http://host-b:30000")
     line = documented("python -m sgl_prefix_attn explain --server http://host-a", dict(zip(hosts, urls, strict=True)))
     assert main(shlex.split(line)[3:]) == 0
@@ -72,32 +65,49 @@ def test_the_command(serve, server_info, capsys):
     assert "3 running requests on 2 engines" in text
     assert "prompts of several requests: 1, of which 1 run on more than one engine" in text
     assert "50% of the possible saving is lost to the spread" in text
-    both = {"--server A": f"--server {urls[0]}", "--server B": f"--server {urls[1]}"}
+    both = {"--server A": f"--server {urls[0]}", "--server B": f"--server {urls[1]} --api-key ADMIN"}
     assert main(shlex.split(documented("python -m sgl_prefix_attn explain --server A", both, "--json"))[3:]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == 0.5
 
 
-def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(serve, server_info, capsys):
-    old, idle = serve({"/server_info": (200, server_info)}), serve({"/server_info": (200, told(server_info))})
+def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(serve, capsys):
+    old, idle = serve({}), serve(told())
     assert main(["explain", "--server", idle, "--server", old]) == 2
-    assert f"{old}: its version of sgl-prefix-attn does not tell the prompts" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{old}{PROMPTS}: HTTP 404" in error
+    assert "needs the setting fingerprint_key and a server with --admin-api-key" in error
+    keyed = serve(told(), api_key="ADMIN")
+    assert main(["explain", "--server", idle, "--server", keyed, "--api-key", "ORDINARY"]) == 2
+    assert f"{keyed}{PROMPTS}: HTTP 401" in capsys.readouterr().err
     assert main(["explain", "--server", idle, "--server", idle, "--rank", "0"]) == 2
     assert "--rank works with one --server" in capsys.readouterr().err
-    other = serve({"/server_info": (200, told(server_info))})
-    assert main(["explain", "--server", idle, "--server", other]) == 0
+    assert main(["explain", "--server", idle, "--server", serve(told())]) == 0
     assert "no request runs on any of the engines" in capsys.readouterr().out
+    assert main(["explain", "--server", idle, "--server", serve({PROMPTS: (200, {"copies": [{}]})})]) == 2
+    assert "the answer has no prompts" in capsys.readouterr().err
 
 
-def test_a_server_that_is_given_twice_counts_once(serve, server_info, capsys):
-    url = serve({"/server_info": (200, told(server_info, "promptAB"))})
+def test_a_server_is_asked_until_all_prompts_are_hashed(monkeypatch):
+    answers = [running("prom", pending=1), running("promptAB")]
+    monkeypatch.setattr(server, "_get_json", lambda url, key: {"copies": [answers.pop(0)]})
+    assert server.read_prompts("http://host")[0].prompts == running("promptAB")["prompts"]
+    assert answers == []
+
+
+def test_a_server_that_is_given_twice_counts_once(serve, capsys):
+    url = serve(told("promptAB"))
     assert main(["explain", "--server", url, "--server", f"{url}/", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["engines"] == {url: 1}
 
 
-def test_blocks_of_different_sizes_are_not_compared(serve, server_info, capsys):
-    other = told(server_info, "promptAB")
-    other["internal_states"][0]["prefixpack"]["running"]["block"] = 256
-    urls = [serve({"/server_info": (200, info)}) for info in (told(server_info, "promptAB"), other)]
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": 256}, "the servers hash blocks of different sizes"),
+        ({"key": "another"}, "the servers have different settings fingerprint_key"),
+    ],
+)
+def test_what_cannot_be_compared_is_not(fields, message, serve, capsys):
+    urls = [serve(told("promptAB")), serve(told("promptAB", **fields))]
     assert main(["explain", "--server", urls[0], "--server", urls[1]]) == 2
-    message = "prompts cannot be compared, as the servers hash blocks of different sizes"
-    assert f"explain: {message} ({urls[0]}: {BLOCK}, {urls[1]}: 256 tokens)\n" in capsys.readouterr().err
+    assert f"explain: prompts cannot be compared, as {message}" in capsys.readouterr().err

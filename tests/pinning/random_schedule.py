@@ -33,6 +33,7 @@ class RandomSchedule:
         settings = PinningSettings(
             budget_percent=self.dice.choice([10, 50, 100, 100, 250]),
             retention=self.dice.random() < 0.6,
+            jobs=True,
             lookahead=self.dice.choice([0, 2, 100]),
             block=self.dice.choice([1, 4, 16]),
         )

@@ -69,7 +69,9 @@ def record() -> None:
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
     _after(PinLocks, "_acquire", lambda pins, _, pin: note("locked", pin.id, pins.locked_tokens(pin.id)))
     _after(Retention, "announce", lambda retention, _, tokens, uses, *a: note("announced", len(tokens), uses))
-    _after(Retention, "announce_shared", lambda retention, _, request, shared: note("announced", request.rid, *shared))
+    _after(
+        Retention, "announce_shared", lambda retention, _, request, shared, *a: note("announced", request.rid, *shared)
+    )
     _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.scores.lookahead.requests()))
     _after(PinningManager, "step", _stepped)
     _after(Retention, "_evict", lambda _, freed, n, wanted: note("evicted", wanted, freed, n.id, n.begin, n.end))

@@ -30,7 +30,7 @@ def pinning(percent: int = 100) -> PinningSettings:
 
 
 def retention(lookahead: int = 100) -> PinningSettings:
-    return PinningSettings(retention=True, lookahead=lookahead, block=1)
+    return PinningSettings(retention=True, jobs=True, lookahead=lookahead, block=1)
 
 
 def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None:

@@ -144,9 +144,25 @@ class TestRetentionScores:
         assert scores.scheduled("b", [7, 8]) == [7, 8]
         assert scores.of(7) < scores.of(12345)
 
+    def test_what_others_have_used_is_never_lowered(self) -> None:
+        scores = RetentionScores(ReuseMemory())
+        scores.scheduled("other", [7])
+        scores.announce([7, 8, 9], uses=1, by_anyone=False)  # 7 was used before, 8 is used meanwhile
+        assert scores.scheduled("other", [8]) == []
+        assert scores.scheduled("member", [7, 8, 9], {7, 8, 9}) == [7, 8, 9]
+        assert [scores.is_finished(key) for key in (7, 8, 9)] == [False, False, True]
+
+    def test_uses_of_others_do_not_count_for_a_job(self) -> None:
+        scores = RetentionScores(ReuseMemory())
+        scores.announce([7], uses=2, by_anyone=False)
+        scores.scheduled("other", [7])
+        assert scores.of(7) == 2.0
+        scores.clear()
+        assert scores.of(7) == 0.0
+
     def test_groups_that_end_early_are_forgotten(self) -> None:
         """Their last use never comes, so nothing else would take them out."""
-        scores = RetentionScores(max_keys=3)
+        scores = RetentionScores(max_announced=3)
         for key in range(5):
             scores.announce([key], uses=2)
             scores.announce([0], uses=1)

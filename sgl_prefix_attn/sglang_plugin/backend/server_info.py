@@ -8,8 +8,8 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
      of the Prometheus metrics that raised, "route": how decode steps are routed or null, "layers": {"packed": attention
      layers that run packed, "stock": {reason: others}} or null, "shape": fields of ModelShape, "device": fields of
      DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
-     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]},
-     "running": fingerprints of the running requests' prompts; see `running_prompts`}
+     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}, "tells_batch": whether it is told:
+     not by servers with an API key, since any key reads it, and it tells what a request shares with others}
 
 `route` is {"setting": a policy, "policy": what decides (conservative where a profile is missing), "profile": machine
 and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
@@ -25,9 +25,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state
+from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state, running_prompts
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
-from sgl_prefix_attn.sglang_plugin.backend.running_prompts import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
@@ -53,6 +52,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
     """The state of a process with at least one backend, as JSON-able values."""
     record = state.reported()
     last = None if record is None else record.last_packed
+    tells_batch = not versions.has_api_keys()
     planners = [] if record is None or last is None else record.executor.planners
     planner = planners[0] if planners else None
     return {
@@ -68,7 +68,8 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "layers": None if record is None else record.layers.summary(),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),
-        "batch": None if last is None else batch_state(last),
+        "batch": batch_state(last) if last is not None and tells_batch else None,
+        "tells_batch": tells_batch,
     }
 
 
@@ -83,11 +84,15 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
     if state is None or state.handover is None:
         return
     try:
-        running = None if scheduler is None else state.own(RunningPrompts).state(versions.running_requests(scheduler))
-        command = live_commands.command_of(args[0] if args else kwargs.get("recv_req"))
+        request = args[0] if args else kwargs.get("recv_req")
+        key = state.settings.fingerprint_key
+        if key is not None and getattr(request, "rid", None) == running_prompts.COMMAND:
+            prompts = state.own(running_prompts.RunningPrompts, key.get_secret_value())
+            result.internal_state[running_prompts.ANSWER_KEY] = prompts.state(versions.running_requests(scheduler))
+        command = live_commands.command_of(request)
         if command is not None:
             result.internal_state[live_commands.ANSWER_KEY] = live_commands.answer(command, state)
-        result.internal_state[KEY] = {**process_state(state), "running": running}
+        result.internal_state[KEY] = process_state(state)
         state.flush_metrics()
     except Exception:  # the one guard of this hook: SGLang's own answer must arrive
         state.counters.hook_failed()

@@ -70,5 +70,5 @@ PINNING_TARGETS = (
     Target("managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", Use.CALL),
     *attributes_of("entrypoints.http_server", "app _global_state"),
     Target("utils.auth.auth_level", Use.CALL, ("level",)),
-    *attributes_of("utils.auth.AuthLevel", "ADMIN_OPTIONAL"),
+    *attributes_of("utils.auth.AuthLevel", "ADMIN_FORCE ADMIN_OPTIONAL"),
 )

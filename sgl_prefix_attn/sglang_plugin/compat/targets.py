@@ -331,10 +331,10 @@ _ARGUMENTS = (
     Target("runtime_context.get_parallel", Use.CALL),
     *attributes_of(
         "server_args.ServerArgs",
-        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm dp_size "
-        "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
-        "enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap model_path "
-        "pp_async_batch_depth pp_size radix_cache_backend served_model_name speculative_algorithm tp_size",
+        "admin_api_key api_key attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode "
+        "dllm_algorithm dp_size enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache "
+        "enable_lora enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap "
+        "model_path pp_async_batch_depth pp_size radix_cache_backend served_model_name speculative_algorithm tp_size",
         until="0.5.19",
     ),
     *attributes_of("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
@@ -342,6 +342,7 @@ _ARGUMENTS = (
     *attributes_of("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
     Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *attributes_of(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.serving.Serving", "admin_api_key api_key", since="0.5.20"),
     *attributes_of(
         f"{_FIELDS}.parallel.Parallel",
         "attn_cp_size dcp_size dp_size enable_dp_attention pp_async_batch_depth pp_size tp_size",

@@ -357,6 +357,12 @@ def anything_runs(adder: Any) -> bool:
     return adder.running_batch is not None and not adder.running_batch.is_empty()
 
 
+def has_api_keys() -> bool:
+    """Whether the server tells its users apart: it has an API key, or one for admins."""
+    arguments = server_args()
+    return any(getattr(arguments, name, None) for name in ("api_key", "admin_api_key"))
+
+
 def running_requests(scheduler: Any) -> list[Any]:
     """Requests that decode. SGLang keeps those that have ended in their batch until its next step."""
     if getattr(scheduler, "running_mbs", None):  # a pipeline, whose `running_batch` is that of one microbatch

@@ -32,6 +32,7 @@ from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefix
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import LockableTree, Namespace
 
 _QUANTA = 256  # parts of the pool; an eviction frees at least one, and nodes are not split for less
+_ANNOUNCED_PART = 2  # the prefixes of offline jobs are kept up to this part of the pool: a half
 _CHECKED = 32  # leaves in use, and leaves in total, that each eviction checks besides those it evicts
 
 
@@ -60,9 +61,11 @@ class Retention:
 
     def __init__(self, tree: LockableTree, cache: Any, lookahead: int, block: int, counters: PinningCounters) -> None:
         self._memory = ReuseMemory()
-        self.scores = RetentionScores(self._memory, Lookahead(lookahead))
+        pool = cache.token_to_kv_pool_allocator.size
+        most = max(1, pool // _ANNOUNCED_PART // block)
+        self.scores = RetentionScores(self._memory, Lookahead(lookahead), max_announced=most)
         self._tree = tree
-        self._quantum = max(1, cache.token_to_kv_pool_allocator.size // _QUANTA)
+        self._quantum = max(1, pool // _QUANTA)
         self._block = block
         self._page = tree.page_size
         self._counters = counters
@@ -79,11 +82,9 @@ class Retention:
         """A group will send `uses` more requests that share this prefix."""
         self.scores.announce(keys_of(tokens, self._block, self._tree.namespace(namespace).text), uses)
 
-    def announce_shared(self, request: Any, shared: SharedPrefix) -> None:
+    def announce_shared(self, request: Any, shared: SharedPrefix, uses: int) -> None:
         """Announces a span of a request's prompt, without the tokens before it."""
-        # With the keys of the whole prompt: hashing each span with all tokens before it would be quadratic.
-        keys = self._prompt_keys(request)[shared.begin // self._block : shared.end // self._block]
-        self.scores.announce(keys, shared.uses)
+        self.scores.announce(self._shared_keys(request, shared), uses, by_anyone=False)
 
     def queue(self, waiting: Iterable[Any]) -> None:
         """Takes over the waiting queue, in the order in which it will be served."""
@@ -98,7 +99,8 @@ class Retention:
         setattr(request, _COUNTED, True)
         keys = self._prompt_keys(request)
         self._count_recomputed(request, keys, cached_tokens)
-        self.scores.scheduled(request.rid, keys)
+        announced = {key for shared in self.offline.of(request) for key in self._shared_keys(request, shared)}
+        self.scores.scheduled(request.rid, keys, announced)
 
     def on_request_released(self, request: Any, tokens: Sequence[int], namespace: Namespace) -> None:
         """A request has ended; these tokens, its prompt first, are cached and unlocked."""
@@ -122,6 +124,7 @@ class Retention:
         self._computing.clear()
         self._coming.clear()
         self.scores.clear()
+        self.offline.clear()
 
     def score_of_pin(self, pin: Pin) -> float:
         """Retention score of a pin's prefix."""
@@ -229,6 +232,11 @@ class Retention:
             keys = keys_of(request.origin_input_ids, self._block, Namespace.of_request(request).text)
             setattr(request, _KEYS, keys)
         return keys
+
+    def _shared_keys(self, request: Any, shared: SharedPrefix) -> Sequence[int]:
+        """Keys of a span of a request's prompt."""
+        # Of the whole prompt: hashing each span with all tokens before it would be quadratic.
+        return self._prompt_keys(request)[shared.begin // self._block : shared.end // self._block]
 
     def _on_request_queued(self, request: Any) -> Sequence[int]:
         """Splits off the part of the cache that a waiting request will use. Returns the request's keys."""

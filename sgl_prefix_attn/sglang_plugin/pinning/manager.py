@@ -26,6 +26,7 @@ class PinningManager:
         cache: the cache itself: its `evictable_size`, and its allocator's `available_size` and `size`.
         budget: tokens that may be pinned.
         retention: whether retention chooses what is evicted; otherwise SGLang's order holds.
+        jobs: whether requests may announce the shared prefixes of their offline job to retention.
         lookahead: waiting requests that retention counts.
         block: tokens per prefix key of retention.
 
@@ -36,11 +37,20 @@ class PinningManager:
     """
 
     def __init__(
-        self, tree: LockableTree, cache: Any, *, budget: int, retention: bool, lookahead: int = 1024, block: int = 64
+        self,
+        tree: LockableTree,
+        cache: Any,
+        *,
+        budget: int,
+        retention: bool,
+        jobs: bool = False,
+        lookahead: int = 1024,
+        block: int = 64,
     ) -> None:
         self.counters = PinningCounters()
         self.pins = PinLocks(tree, cache, budget, self.counters)
         self.retention = Retention(tree, cache, lookahead, block, self.counters) if retention else None
+        self._jobs = jobs
         self._tree = tree
         self._allocator = cache.token_to_kv_pool_allocator
         self._root = tree.root()
@@ -88,7 +98,8 @@ class PinningManager:
         """The waiting queue, in the order in which it will be served."""
         if self.retention is not None:
             self._check_root()
-            self.retention.offline.arrived(islice(waiting, _ANNOUNCING))
+            if self._jobs:
+                self.retention.offline.arrived(islice(waiting, _ANNOUNCING))
             self.retention.queue(waiting)
 
     def admitted(self, request: Any, cached_tokens: int) -> None:

@@ -24,6 +24,7 @@ class PinningSettings:
     Attributes:
         budget_percent: share of the KV pool that may be pinned; 0: no pins.
         retention: whether retention chooses what is evicted.
+        jobs: whether requests may announce the shared prefixes of their offline job to retention.
         lookahead: waiting requests that retention counts.
         block: tokens per prefix key of retention.
         flush_steps: scheduler steps between two updates of the metrics.
@@ -31,6 +32,7 @@ class PinningSettings:
 
     budget_percent: int = 0
     retention: bool = False
+    jobs: bool = False
     lookahead: int = 1024
     block: int = 64
     flush_steps: int = 32
@@ -40,6 +42,7 @@ class PinningSettings:
         return cls(
             budget_percent=settings.pin_budget_percent,
             retention=settings.retention == "reuse",
+            jobs=settings.group_scheduling,
             lookahead=settings.retention_lookahead,
             block=settings.retention_block,
             flush_steps=settings.metrics_flush_steps,
@@ -118,6 +121,7 @@ class PinningState:
             cache,
             budget=budget,
             retention=self.settings.retention,
+            jobs=self.settings.jobs,
             lookahead=self.settings.lookahead,
             block=self.settings.block,
         )

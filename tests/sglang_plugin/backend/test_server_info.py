@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.explain.server import ServerState
-from sgl_prefix_attn.explain.spread import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.backend import server_info
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
@@ -23,25 +22,6 @@ PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
 
 def answer() -> Any:
     return SimpleNamespace(internal_state={"world_size": 1})
-
-
-def batch(*prompts: Any, ended: bool = False, decodes: bool = True) -> Any:
-    """A batch of SGLang's with requests of these prompts."""
-    return SimpleNamespace(
-        reqs=[
-            SimpleNamespace(
-                rid=f"{number}-{len(prompt)}", origin_input_ids=prompt, output_ids=[7] * decodes, finished=lambda: ended
-            )
-            for number, prompt in enumerate(prompts)
-        ]
-    )
-
-
-def running(scheduler: Any) -> RunningPrompts:
-    """What a scheduler tells about its running requests."""
-    result = answer()
-    server_info.after_get_internal_state(result, scheduler)
-    return RunningPrompts.model_validate(result.internal_state["prefixpack"]["running"])
 
 
 class TestState:
@@ -69,32 +49,19 @@ class TestState:
         for name in ("node_begin", "node_end", "order"):
             assert getattr(rebuilt, name).tolist() == getattr(forest, name).tolist()
 
-    def test_the_prompts_of_running_requests_can_be_compared(self) -> None:
-        Fixture(PATHS, [30, 27, 25, 9])
-        shared = list(range(600))
-        prompts = [array("q", shared), [*shared, 7], [5, *shared]]
-        told = running(SimpleNamespace(running_batch=batch(*prompts), last_batch=None))
-        one, longer, other = told.prompts
-        assert (one.tokens, longer.tokens, told.block) == (600, 601, 512)
-        assert [len(prompt.hashes) for prompt in told.prompts] == [2, 2, 2]
-        assert one.hashes[0] == longer.hashes[0]
-        assert len({one.hashes[1], longer.hashes[1], *other.hashes}) == 4
-
-    def test_all_microbatches_of_a_pipeline_run_and_ended_requests_do_not(self) -> None:
-        Fixture(PATHS, [30, 27, 25, 9])
-        microbatches = [batch([1] * 10), batch([1] * 20, [1] * 30), batch([1] * 40, ended=True)]
-        told = running(SimpleNamespace(running_mbs=microbatches, mbs=[None, microbatches[1], None]))
-        assert [prompt.tokens for prompt in told.prompts] == [10, 20, 30]
-
-    def test_requests_that_a_mixed_step_took_along_run(self) -> None:
-        """SGLang leaves an empty running batch behind until the next step. A prompt's first chunk decodes nothing."""
-        Fixture(PATHS, [30, 27, 25, 9])
-        mixed = SimpleNamespace(reqs=[*batch([1] * 10, [1] * 20).reqs, *batch([1] * 30, decodes=False).reqs])
-        for scheduler in (
-            SimpleNamespace(running_batch=batch(), last_batch=mixed),
-            SimpleNamespace(running_mbs=[batch(), batch()], mbs=[None, mixed]),
-        ):
-            assert [prompt.tokens for prompt in running(scheduler).prompts] == [10, 20]
+    def test_any_key_learns_nothing_of_prompts_and_of_batches_only_where_there_are_no_keys(self, monkeypatch) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run()
+        arguments = SimpleNamespace(api_key=None, admin_api_key=None)
+        monkeypatch.setattr(versions, "server_args", lambda: arguments)
+        for keys in ({}, {"api_key": "ORDINARY"}, {"admin_api_key": "ADMIN"}):
+            vars(arguments).update(keys)
+            result = answer()
+            server_info.after_get_internal_state(result, None, None)
+            told = result.internal_state["prefixpack"]
+            assert (told["batch"] is None, told["tells_batch"]) == (bool(keys), not keys)
+            assert "running" not in told
+            assert ServerState.model_validate(json.loads(json.dumps(told))).tells_batch == (not keys)
 
     def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
         result = answer()
