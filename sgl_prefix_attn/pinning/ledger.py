@@ -14,6 +14,7 @@ from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
 
 # Each pin stores its own tokens: pins of one prefix cost memory and time in every scheduler, but no budget.
 MAX_PINS = 1024
+BYTES_PER_TOKEN = 50  # what a pin stores for a token of its prefix
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Pin:
 
 
 class PinLedger:
-    """Pins under a token budget. A prefix that several pins share counts once.
+    """Pins under a token budget. A prefix that several pins share counts once. A pin's namespace counts as tokens too.
 
     Deterministic: results depend on the calls only.
 
@@ -52,6 +53,7 @@ class PinLedger:
         self._pins: dict[int, Pin] = {}
         self._sorted: list[tuple[bytes, int]] = []
         self._pinned = 0
+        self._keys = 0
         self._next_end: float = math.inf  # no pin ends before
 
     def __len__(self) -> int:
@@ -61,6 +63,11 @@ class PinLedger:
     def pinned_tokens(self) -> int:
         """Distinct tokens that are pinned."""
         return self._pinned
+
+    @property
+    def used(self) -> int:
+        """What counts against the budget: the pinned tokens, and the namespaces of all pins."""
+        return self._pinned + self._keys
 
     def pins(self) -> list[Pin]:
         """All pins, oldest first."""
@@ -87,8 +94,8 @@ class PinLedger:
         return [pin for pin in begun if pin.id in ids]
 
     def cost(self, tokens: Sequence[int], namespace: str | None = None) -> int:
-        """Tokens that a pin of this prefix would add to those already pinned."""
-        return self._uncovered(_text(tokens, namespace), len(tokens))
+        """Tokens that a pin of this prefix would add to those that are in use."""
+        return self._uncovered(_text(tokens, namespace), len(tokens)) + _key_tokens(namespace)
 
     def add(
         self, tokens: Sequence[int], *, namespace: str | None = None, label: str = "", ttl_steps: int | None = None
@@ -114,11 +121,13 @@ class PinLedger:
         before = self._pins.get(pin_id)
         if before is None and len(self._pins) >= MAX_PINS:
             raise PinBudgetError(f"there are {MAX_PINS} pins, which is as many as there can be; release pins")
-        cost = self._uncovered(text, len(tokens))
-        if self._pinned + cost > self.budget:
+        keys = _key_tokens(namespace) if before is None else 0
+        cost = self._uncovered(text, len(tokens)) + keys
+        if self.used + cost > self.budget:
+            and_keys = f", {keys} of them for its extra_key and cache_salt" if keys else ""
             raise PinBudgetError(
-                f"pinning {len(tokens)} tokens needs {cost} more tokens, but {self._pinned} of the budget of "
-                f"{self.budget} are pinned already; release pins, pin a shorter prefix or raise the budget",
+                f"pinning {len(tokens)} tokens needs {cost} more tokens{and_keys}, but {self.used} of the budget of "
+                f"{self.budget} are in use; release pins, pin a shorter prefix or raise the budget",
                 renews=before is not None,
             )
         expires = None if ttl_steps is None else self.step + ttl_steps
@@ -182,7 +191,7 @@ class PinLedger:
         pins = list(self._pins.values())
         self._pins.clear()
         self._sorted.clear()
-        self._pinned = 0
+        self._pinned = self._keys = 0
         self._next_end = math.inf
         return pins
 
@@ -206,12 +215,14 @@ class PinLedger:
     def _count(self, pin: Pin) -> None:
         text = _text(pin.tokens, pin.namespace)
         self._pinned += self._uncovered(text, len(pin.tokens))
+        self._keys += _key_tokens(pin.namespace)
         insort(self._sorted, (text, pin.id))
 
     def _uncount(self, pin: Pin) -> None:
         text = _text(pin.tokens, pin.namespace)
         del self._sorted[bisect_left(self._sorted, (text, pin.id))]
         self._pinned -= self._uncovered(text, len(pin.tokens))
+        self._keys -= _key_tokens(pin.namespace)
 
     def _uncovered(self, text: bytes, length: int) -> int:
         """Tokens of a prefix that no pin covers. The neighbours in sorted order share most tokens with it."""
@@ -224,6 +235,10 @@ def _id(text: bytes, label: str) -> int:
     """53 bits, exact in every JSON reader; never 0."""
     digest = blake2b(text, digest_size=8, key=blake2b(label.encode(), digest_size=16).digest()).digest()
     return (int.from_bytes(digest, "little") >> 11) or 1
+
+
+def _key_tokens(namespace: str | None) -> int:
+    return -(-len((namespace or "").encode()) // BYTES_PER_TOKEN)
 
 
 def _text(tokens: Sequence[int], namespace: str | None) -> bytes:

@@ -97,7 +97,8 @@ class RandomSchedule:
             manager.pin(tokens, namespace, ttl_steps=self.dice.choice([None, None, 1, 5, 50]))
         except PinBudgetError:
             self.did["pins refused"] += 1
-            assert manager.pins.ledger.pinned_tokens + len(tokens) > manager.pins.ledger.budget
+            ledger = manager.pins.ledger
+            assert ledger.used + max(len(tokens), ledger.cost(tokens, namespace.text)) > ledger.budget
 
     def check(self) -> None:
         self.server.check_accounting()

@@ -11,7 +11,7 @@ from typing import Never
 import pytest
 
 from sgl_prefix_attn.pinning import Pin, PinBudgetError, PinLedger, UnknownPinError
-from sgl_prefix_attn.pinning.ledger import MAX_PINS
+from sgl_prefix_attn.pinning.ledger import BYTES_PER_TOKEN, MAX_PINS
 
 
 def distinct(pins: list[Pin]) -> int:
@@ -106,6 +106,19 @@ def test_a_number_stands_for_the_same_pin_in_every_ledger() -> None:
     assert all(0 < pin_id < 1 << 53 for pin_id in ids)
 
 
+def test_the_keys_of_pins_count_against_the_budget() -> None:
+    ledger = PinLedger(budget=20)
+    key = "k" * 10 * BYTES_PER_TOKEN
+    first = ledger.add([1], namespace=key)
+    assert (ledger.pinned_tokens, ledger.used) == (1, 11)
+    assert ledger.add([1], namespace=key) == first, "a renewal is free"
+    message = "needs 10 more tokens, 10 of them for its extra_key and cache_salt, but 11 of the budget of 20 are in use"
+    with pytest.raises(PinBudgetError, match=message):
+        ledger.add([1], namespace=key, label="again")
+    ledger.release(first.id)
+    assert ledger.used == 0
+
+
 def test_there_are_only_so_many_pins() -> None:
     ledger = PinLedger(budget=100)
     pins = [ledger.add([1], label=str(number)) for number in range(MAX_PINS)]
@@ -137,13 +150,15 @@ def test_random_histories_count_every_shared_prefix_once(seed: int) -> None:
         tokens = [dice.randint(1, 2) for _ in range(dice.randint(1, 12))]
         namespace = dice.choice([None, None, "x", "y" * 9])
         if action < 0.6:
-            before, cost = ledger.pinned_tokens, ledger.cost(tokens, namespace)
+            before, cost, count = ledger.used, ledger.cost(tokens, namespace), len(ledger)
+            label = dice.choice("ab")
             if before + cost > ledger.budget:
                 with pytest.raises(PinBudgetError):
-                    ledger.add(tokens, namespace=namespace)
+                    ledger.add(tokens, namespace=namespace, label="new")
             else:
-                ledger.add(tokens, namespace=namespace, label=dice.choice("ab"), ttl_steps=dice.choice([None, 3, 10]))
-                assert ledger.pinned_tokens == before + cost
+                ledger.add(tokens, namespace=namespace, label=label, ttl_steps=dice.choice([None, 3, 10]))
+                renewed = len(ledger) == count and namespace is not None
+                assert ledger.used == before + cost - renewed, "a renewed pin has paid for its namespace"
         elif action < 0.8 and len(ledger):
             ledger.release(dice.choice(ledger.pins()).id)
         elif action < 0.9:
@@ -151,4 +166,6 @@ def test_random_histories_count_every_shared_prefix_once(seed: int) -> None:
         else:
             for pin in ledger.shed_order(lambda pin: len(pin.tokens) % 3)[:2]:
                 ledger.shed(pin.id, dice.randrange(len(pin.tokens)))
-        assert ledger.pinned_tokens == distinct(ledger.pins()) <= ledger.budget
+        assert ledger.pinned_tokens == distinct(ledger.pins())
+        assert ledger.used == ledger.pinned_tokens + sum(pin.namespace is not None for pin in ledger.pins())
+        assert ledger.used <= ledger.budget
