@@ -17,7 +17,8 @@ MOST_RECORDED = 65_536
 ROWS_OF_AN_ANSWER = 8192
 RECORDED = tuple(field.name for field in fields(StepFeatures))  # columns of a recording
 
-Lease = Annotated[int, Field(ge=16, le=20_000)]
+Whole = Annotated[int, Field(strict=True)]
+Lease = Annotated[Whole, Field(ge=16, le=20_000)]
 
 
 class LivePlan(BaseModel):
@@ -34,10 +35,10 @@ class LivePlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     arms: tuple[str, str]
-    block_steps: Annotated[int, Field(ge=4, le=4096)] = 16
-    warmup_steps: Annotated[int, Field(ge=1, le=2048)] = 4
-    pairs: Annotated[int, Field(ge=2, le=10_000)] = 400
-    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    block_steps: Annotated[Whole, Field(ge=4, le=4096)] = 16
+    warmup_steps: Annotated[Whole, Field(ge=1, le=2048)] = 4
+    pairs: Annotated[Whole, Field(ge=2, le=10_000)] = 400
+    seed: Annotated[Whole, Field(ge=0, lt=1 << 31)] = 0
     lease_steps: Lease = 2000
 
     @model_validator(mode="after")
@@ -76,5 +77,5 @@ class RecordPlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # More than the events that a clock has, so that no time is written to a row that was used again.
-    steps: Annotated[int, Field(ge=512, le=MOST_RECORDED)] = 20_000
+    steps: Annotated[Whole, Field(ge=512, le=MOST_RECORDED)] = 20_000
     lease_steps: Lease = 2000

@@ -28,9 +28,10 @@ _WORDS: dict[str, ConditionKind] = {
     "packed": "packed",
     "stock": "stock",
 }
-_AND = re.compile(r"\s+and\s+|\s*&&?\s*", re.IGNORECASE)
+_AND = re.compile(r"(?<!\S)and(?!\S)|&&?", re.IGNORECASE)  # spaces are stripped later: a search stays linear
 _THRESHOLD = re.compile(r"(batch|reuse)\s*>=\s*(\S+)", re.IGNORECASE)
 MOST_CONDITIONS = 8
+MOST_CHARACTERS = 200
 
 
 class PolicyNameError(ValueError):
@@ -75,9 +76,12 @@ def parse(text: str) -> PolicyName:
     Raises:
         PolicyNameError: the message has the part that is not a condition, and the accepted forms.
     """
-    parts = [_condition(part, text) for part in _AND.split(text.strip())]
-    if len(parts) > MOST_CONDITIONS:
-        raise PolicyNameError(f"{text!r} has {len(parts)} conditions; at most {MOST_CONDITIONS} are accepted")
+    if len(text) > MOST_CHARACTERS:
+        raise PolicyNameError(f"{text[:20]!r}... has {len(text)} characters; at most {MOST_CHARACTERS} are accepted")
+    names = _AND.split(text)
+    if len(names) > MOST_CONDITIONS:
+        raise PolicyNameError(f"{text!r} has {len(names)} conditions; at most {MOST_CONDITIONS} are accepted")
+    parts = [_condition(name.strip(), text) for name in names]
     if any(part.kind == "stock" for part in parts):
         return PolicyName((Condition("stock"),))
     kept = tuple(part for part in dict.fromkeys(parts) if part.kind != "packed")

@@ -71,6 +71,10 @@ def test_spellings(text: str, name: str) -> None:
         ("cost and ", "'cost and ' is not a routing policy"),
         ("", "'' is not a routing policy"),
         (" and ".join(f"batch>={n}" for n in range(1, 10)), "has 9 conditions; at most 8 are accepted"),
+        (" and ".join(["packed"] * 15), "has 15 conditions; at most 8 are accepted"),
+        ("packed" + " " * 30_000 + "x", r"^'packed {14}'\.\.\. has 30007 characters; at most 200 are accepted$"),
+        (" and ".join(["cost"] * 32_000), "characters; at most 200 are accepted"),
+        ("packed and and stock", "'' in 'packed and and stock' is not a routing policy"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:
