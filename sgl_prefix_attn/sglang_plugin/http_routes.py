@@ -1,12 +1,38 @@
-"""Our routes on SGLang's HTTP server, and the request that carries their commands to the schedulers."""
+"""Our routes on SGLang's HTTP server, and the request that carries their commands to the schedulers.
+
+What clients send is read within bounds and checked here, before anything else sees it. A few bodies are read at a time,
+and one thread checks them, so that requests of others wait for no body of ours.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import orjson
+from pydantic import BaseModel, ValidationError
+
+MOST_QUERY_BYTES = 512
+MOST_BODIES = 4  # in memory at a time; others wait unread
+MOST_READ_SECONDS = 30.0  # of a body
 _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+_MOST_NAMED = 5  # problems in a message
+_CHECKS = ThreadPoolExecutor(1, thread_name_prefix="prefixpack-bodies")
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_Made = TypeVar("_Made")
+
+
+class RequestError(ValueError):
+    """A request that is refused, with the HTTP status and the kind of the error."""
+
+    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
 
 
 def serves_http(*, in_scheduler: bool) -> bool:
@@ -30,24 +56,113 @@ def server_without(path: str) -> tuple[Any, Callable[[], Any]] | None:
     return http_server.app, lambda: http_server._global_state.tokenizer_manager
 
 
-def add_endpoints(app: Any, path: str, endpoints: Mapping[str, Any], *, admin_only: bool = False) -> None:
+def add_endpoints(
+    app: Any, path: str, endpoints: Mapping[str, Callable[[Any], Awaitable[Any]]], *, admin_only: bool = False
+) -> None:
     """Adds routes to a FastAPI application. They ask for the admin API key where SGLang's own /flush_cache does.
 
     Args:
         app: the application.
         path: of all the routes.
-        endpoints: coroutine functions by HTTP method, without arguments or with `request: Request`.
+        endpoints: by HTTP method; takes the request, returns what is sent as JSON, and may raise RequestError.
         admin_only: refuse all requests where the server has no admin API key.
     """
-    from fastapi import Request
+    from fastapi import Request, Response
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     level = AuthLevel.ADMIN_FORCE if admin_only else AuthLevel.ADMIN_OPTIONAL
+
+    def route(endpoint: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def answered(request: Any) -> Any:
+            status = 200
+            try:
+                content = await endpoint(request)
+            except RequestError as error:
+                status, content = error.status, {"error": {"kind": error.kind, "message": str(error)}}
+            return Response(orjson.dumps(content), status, media_type="application/json")
+
+        answered.__annotations__ = {"request": Request}  # FastAPI would not find a local name in a string
+        return auth_level(level)(answered)
+
     for method, endpoint in endpoints.items():
-        # FastAPI resolves annotations, which are strings here, in the module and would not find a local name.
-        if "request" in endpoint.__annotations__:
-            endpoint.__annotations__["request"] = Request
-        app.add_api_route(path, auth_level(level)(endpoint), methods=[method])
+        app.add_api_route(path, route(endpoint), methods=[method], response_model=None)
+
+
+class Bodies:
+    """Reads the bodies of an application's requests."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MOST_BODIES)
+
+    async def read(self, request: Any, most_bytes: int, make: Callable[[dict[str, Any]], _Made]) -> _Made:
+        """What `make` makes of the JSON object in a body, outside of the event loop.
+
+        Raises:
+            RequestError: the body is too large, too slow or no JSON object, or `make` raises it.
+        """
+        async with self._turns:
+            try:
+                body = await asyncio.wait_for(_body_of(request, most_bytes), MOST_READ_SECONDS)
+            except asyncio.TimeoutError:
+                raise RequestError(f"the body took more than {MOST_READ_SECONDS:g} s", status=408) from None
+            return await asyncio.get_running_loop().run_in_executor(_CHECKS, lambda: make(_object(body)))
+
+
+async def _body_of(request: Any, most_bytes: int) -> bytearray:
+    from starlette.requests import ClientDisconnect
+
+    too_large = RequestError(f"the body is too large: at most {most_bytes} bytes are accepted", status=413)
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and (len(announced) > 12 or int(announced) > most_bytes):
+        raise too_large
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise RequestError("the client has gone", status=400) from None
+    return body
+
+
+def _object(body: bytearray) -> dict[str, Any]:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body has to be a JSON object: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body has to be a JSON object: it is of type {type(fields).__name__}")
+    return fields
+
+
+def query_of(request: Any, model: type[_Model]) -> _Model:
+    """The parameters of a request's query. Raises RequestError."""
+    if len(request.scope["query_string"]) > MOST_QUERY_BYTES:
+        raise RequestError(f"the query is too long: at most {MOST_QUERY_BYTES} bytes are accepted", status=414)
+    return checked(model, dict(request.query_params), what="parameter")
+
+
+def checked(model: type[_Model], fields: Mapping[str, Any], what: str = "key") -> _Model:
+    """The model of these fields. Raises RequestError, which names unknown fields and what is wrong with others."""
+    unknown = [repr(name[:40]) for name in fields if name not in model.model_fields]
+    if unknown:
+        # Before pydantic, which would describe each of them.
+        known = ", ".join(model.model_fields) or "none"
+        raise RequestError(f"unknown {what}: {_some(unknown, ', ')}; accepted: {known}")
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        texts = []
+        for problem in error.errors(include_url=False, include_context=False, include_input=False):
+            place = ".".join(map(str, problem["loc"])) or "body"
+            texts.append(f"{place}: {problem['msg'].removeprefix('Value error, ')}")
+        raise RequestError(_some(texts, "; ")) from None
+
+
+def _some(texts: list[str], separator: str) -> str:
+    more = [f"{len(texts) - _MOST_NAMED} more"] if len(texts) > _MOST_NAMED else []
+    return separator.join(texts[:_MOST_NAMED] + more)
 
 
 async def internal_states(manager: Any, request_id: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,15 +190,71 @@ def test_one_at_a_time_and_bounded() -> None:
     (state,) = server.get(RECORD).json()["copies"]
     assert (state["steps_done"], state["ran"], state["layers"]) == (3, ["packed"] * 3, 2)
     assert state["facts"]["shape"]["kv_bytes"] == 4
-    assert server.get(RECORD, params={"first": "9" * 5000}).status_code == 200
     assert server.delete(RECORD).json()["copies"][0]["us"] == []
     assert error_of(server.get(RECORD)) == (404, "the recording is stopped, and its steps are dropped")
-    for path, body in ((RECORD, {"steps": 1 << 30}), (ABTEST, {**PLAN, "pairs": 10**9}), (RECORD, {"more": 1})):
-        assert server.post(path, json=body).status_code == 400
-    for body in (b"", b"{", b"[]", b'{"arms": [1, 2]}'):
-        assert server.post(ABTEST, content=body).status_code == 400
     copy.decode(1)
     assert not copy.router.watches_steps
+
+
+JSON = "the body has to be a JSON object: "
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (RECORD, {"steps": 1 << 30}, "steps: Input should be less than or equal to 65536"),
+        (RECORD, {"steps": "512"}, "steps: Input should be a valid integer"),
+        (RECORD, {"more": 1}, "unknown key: 'more'; accepted: steps, lease_steps"),
+        (RECORD, b"[]", f"{JSON}it is of type list"),
+        (ABTEST, {**PLAN, "pairs": 10**9}, "pairs: Input should be less than or equal to 10000"),
+        (ABTEST, {**PLAN, "pairs": True}, "pairs: Input should be a valid integer"),
+        (ABTEST, {**PLAN, "seed": 10**40}, "seed: Input should be a valid integer"),
+        (ABTEST, {"arms": [1, 2]}, "arms.0: Input should be a valid string; arms.1: Input should be a valid string"),
+        (ABTEST, {"arms": ["packed"] * 1500}, "arms: Tuple should have at most 2 items after validation, not 1500"),
+        (ABTEST, {"arms": ["packed", "packed" + " " * 9000 + "x"]}, "has 9007 characters; at most 200 are accepted"),
+        (ABTEST, {"arms": ["packed", "&" * 200]}, "has 101 conditions; at most 8 are accepted"),
+        (ABTEST, {"arms": ["packed", "x"]}, "'x' is not a routing policy"),
+        (ABTEST, {str(number): 0 for number in range(999)}, "unknown key: '0', '1', '2', '3', '4', 994 more; accepted"),
+        (ABTEST, {"k" * 9000: 0}, f"unknown key: '{'k' * 40}'; accepted: arms, "),
+        (ABTEST, b"", JSON),
+        (ABTEST, b"{", JSON),
+        (ABTEST, b"\xff", JSON),
+        (ABTEST, b'{"pairs": NaN}', JSON),
+        pytest.param(ABTEST, b'{"arms": ' + b"[" * 960 + b"]" * 960 + b"}", "arms.0: Input should be a", id="nested"),
+        pytest.param(ABTEST, b"[" * 10_000, JSON, id="nested deeper"),
+    ],
+)
+def test_what_is_no_plan_reaches_no_scheduler(path: str, body: bytes | dict[str, Any], message: str) -> None:
+    def answers(request: Any) -> list[dict[str, Any]]:
+        raise AssertionError("sent")
+
+    app = fastapi.FastAPI()
+    live_endpoints.add_routes(app, lambda: TokenizerManager(answers), path, live_endpoints.PATHS[path])
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, text = error_of(TestClient(app).post(path, content=content))
+    assert (status, len(text) < 700) == (400, True)
+    assert message in text
+
+
+@pytest.mark.parametrize("path", [ABTEST, RECORD])
+def test_bodies_and_queries_are_bounded(path: str) -> None:
+    server = client(Copy())
+    most = live_endpoints.MOST_BODY_BYTES
+    large = error_of(server.post(path, content=b" " * (most + 1)))
+    assert large == (413, f"the body is too large: at most {most} bytes are accepted")
+    for method in ("GET", "DELETE"):
+        for query, message in (
+            ({"first": "9" * 400}, "first: "),
+            ({"first": -1}, "first: Input should be greater than or equal to 0"),
+            ({"first": "x"}, "first: Input should be a valid integer"),
+            ({"token": "t" * 65}, "token: String should have at most 64 characters"),
+            ({"tokens": 1}, "unknown parameter: 'tokens'; accepted: first, token"),
+        ):
+            status, text = error_of(server.request(method, path, params=query))
+            assert status == 400
+            assert text.startswith(message)
+        assert error_of(server.request(method, path, params={"first": "9" * 600}))[0] == 414
+    assert error_of(server.post(path, params={"first": 1}))[1] == "unknown parameter: 'first'; accepted: none"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sgl_prefix_attn.offline.queue_order import Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
-from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
+from sgl_prefix_attn.sglang_plugin.pinning.commands import (
+    AnnounceCommand,
+    ListCommand,
+    PinCommand,
+    ReleaseCommand,
+    ReleaseOneCommand,
+)
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.small_server import SmallServer, prompt
@@ -300,12 +306,9 @@ class TestCommands:
         ("request_id", "error"),
         [
             (commands.encode(PinCommand(token_ids=[7] * 40)), "budget"),
-            (commands.encode(ReleaseCommand(id=5)), "unknown"),
-            (commands.ID_PREFIX + "{", "invalid"),
-            (commands.ID_PREFIX + '{"command": "fly"}', "invalid"),
-            (commands.ID_PREFIX + '{"command": "pin"}', "invalid"),
-            (commands.ID_PREFIX + '{"command": "release"}', "invalid"),
-            (commands.ID_PREFIX + "3", "invalid"),
+            (commands.encode(ReleaseOneCommand(id=5)), "unknown"),
+            (commands.encode(ReleaseCommand(token_ids=[5])), "unknown"),
+            (commands.encode(AnnounceCommand(token_ids=[5], uses=1)), "invalid"),
         ],
     )
     def test_refusals(self, request_id: str, error: str) -> None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import http_routes
 from sgl_prefix_attn.sglang_plugin.backend import live_commands
@@ -21,7 +24,27 @@ logger = logging.getLogger(__name__)
 
 PATHS = {"/prefixpack/abtest": live_commands.TEST, "/prefixpack/record": live_commands.RECORDING}
 SILENT_SECONDS = 60.0  # clients of ours ask twice a second
-_STATUS = {"invalid": 400, "unknown": 404, "refused": 409, "disabled": 503}
+MOST_BODY_BYTES = 16 << 10
+_PLANS: dict[str, type[LivePlan | RecordPlan]] = {live_commands.TEST: LivePlan, live_commands.RECORDING: RecordPlan}
+_STATUS = {"unknown": 404, "refused": 409, "disabled": 503}
+
+
+class Asked(BaseModel):
+    """The query of GET and DELETE.
+
+    Attributes:
+        first: first row of the answer.
+        token: of what was started; None: whatever runs.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    first: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
+    token: Annotated[str, Field(max_length=64)] | None = None
+
+
+class NoQuery(BaseModel):
+    """The query of POST."""
 
 
 def add_endpoints(settings: Settings, *, in_scheduler: bool) -> None:
@@ -79,33 +102,31 @@ def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
+    bodies, model = http_routes.Bodies(), _PLANS[what]
 
-    async def answered(action: str, **fields: Any) -> Any:
+    async def answered(action: str, **fields: Any) -> dict[str, Any]:
         answers = await carried_out(manager_of(), what, action, **fields)
         error = answers[0].get("error")
         if error is not None:
-            return JSONResponse({"error": error}, status_code=_STATUS.get(error["kind"], 500))
+            kind = error["kind"]
+            raise http_routes.RequestError(error["message"], status=_STATUS.get(kind, 500), kind=kind)
         return {"copies": answers}
 
-    async def start(request: Request) -> Any:
-        try:
-            plan = await request.json()
-        except (ValueError, RecursionError):
-            plan = None
-        return await answered(live_commands.START, plan=plan)
+    def plan_of(body: dict[str, Any]) -> dict[str, Any]:
+        return http_routes.checked(model, body).model_dump()
 
-    async def read(request: Request) -> Any:
-        first = request.query_params.get("first", "0")
-        return await answered(live_commands.READ, first=int(first[:18]) if first.isdecimal() else 0, **of(request))
+    async def start(request: Any) -> Any:
+        http_routes.query_of(request, NoQuery)
+        return await answered(live_commands.START, plan=await bodies.read(request, MOST_BODY_BYTES, plan_of))
 
-    async def stop(request: Request) -> Any:
-        return await answered(live_commands.STOP, **of(request))
+    async def read(request: Any) -> Any:
+        return await answered(live_commands.READ, **_of_query(request))
 
-    def of(request: Any) -> dict[str, Any]:
-        """What the command is for, if the client says so."""
-        token = request.query_params.get("token")
-        return {} if token is None else {"token": token}
+    async def stop(request: Any) -> Any:
+        return await answered(live_commands.STOP, **_of_query(request))
 
     http_routes.add_endpoints(app, path, {"POST": start, "GET": read, "DELETE": stop})
+
+
+def _of_query(request: Any) -> dict[str, Any]:
+    return http_routes.query_of(request, Asked).model_dump(exclude_none=True)

@@ -116,14 +116,13 @@ def add_route(app: Any, manager_of: Any) -> None:
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
-    from fastapi.responses import JSONResponse
 
-    async def read() -> Any:
+    async def read(request: Any) -> Any:
         states = await http_routes.internal_states(manager_of(), COMMAND)
         answers = [state[ANSWER_KEY] for state in states if ANSWER_KEY in state]
         if len(answers) == len(states):
             return {"copies": answers}
         message = "the schedulers have no prefixpack backend, or no fingerprint_key"
-        return JSONResponse({"error": {"kind": "unavailable", "message": message}}, status_code=503)
+        raise http_routes.RequestError(message, status=503, kind="unavailable")
 
     http_routes.add_endpoints(app, PATH, {"GET": read}, admin_only=True)

@@ -66,7 +66,12 @@ PINNING_TARGETS = (
     *attributes_of("managers.scheduler_pp_mixin.SchedulerPPMixin", "mbs running_mbs"),
     *attributes_of("managers.io_struct.GetInternalStateReq", "rid"),
     *attributes_of("managers.io_struct.GetInternalStateReqOutput", "internal_state"),
-    *attributes_of("managers.tokenizer_manager.TokenizerManager", "tokenizer"),
+    *attributes_of(
+        "managers.tokenizer_manager.TokenizerManager", "lora_ref_cache lora_registry model_config tokenizer"
+    ),
+    *attributes_of("configs.model_config.ModelConfig", "vocab_size"),
+    Target("lora.lora_registry.LoRARegistry.get_all_adapters", Use.CALL),
+    *attributes_of("lora.lora_registry.LoRARef", "lora_id"),
     Target("managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", Use.CALL),
     *attributes_of("entrypoints.http_server", "app _global_state"),
     Target("utils.auth.auth_level", Use.CALL, ("level",)),

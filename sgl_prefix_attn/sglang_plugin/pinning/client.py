@@ -9,9 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
 from sgl_prefix_attn.sglang_plugin import http_routes
+from sgl_prefix_attn.sglang_plugin.http_routes import RequestError
 from sgl_prefix_attn.sglang_plugin.pinning.commands import (
     ANSWER_KEY,
     COPY_KEY,
@@ -21,13 +22,20 @@ from sgl_prefix_attn.sglang_plugin.pinning.commands import (
     Command,
     ListCommand,
     PinCommand,
+    Prefix,
     ReleaseCommand,
+    ReleaseOneCommand,
     encode,
 )
 
 logger = logging.getLogger(__name__)
 
 PATH = "/prefixpack/pins"
+# Of a text, and of a body that has one or token ids, for each token of the longest prefix. JSON may escape a character
+# in six bytes, and a token id has up to seven digits.
+BYTES_PER_TOKEN = 16
+MOST_BODY_BYTES = 8 << 20  # and the rest of a body
+REST_OF_BODY_BYTES = 16 << 10
 _NO_ANSWER = {
     "error": {
         "kind": "unavailable",
@@ -35,7 +43,7 @@ _NO_ANSWER = {
         "if it is set, SGLang's launcher loads no plug-ins in them (docs/pinning.md, limits)",
     }
 }
-_HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}
+_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}
 
 
 class PinningError(RuntimeError):
@@ -71,16 +79,18 @@ class EnginePins:
         label: str = "",
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        lora_path: str | None = None,
     ) -> list[dict[str, Any]]:
         """Keeps a prefix cached, for `ttl_steps` scheduler steps or until it is released.
 
         Args:
-            token_ids: the prefix, up to 2^20 token ids; or give `text`.
+            token_ids: the prefix, up to the context length of the model; or give `text`.
             text: the prefix as a text.
             ttl_steps: scheduler steps after which the pin ends, from 1 on; None: never.
             label: tells pins of one prefix apart, up to 200 characters. With the same one the pin is renewed.
-            extra_key: as requests carry it, for example a LoRA adapter; None: none.
+            extra_key: as requests carry it; None: none.
             cache_salt: as requests carry it; None: none.
+            lora_path: name of a loaded LoRA adapter, as requests carry it; None: none.
 
         Returns:
             For each copy a dict with `pin`, `pinned_tokens` and `budget_tokens`; `renewed` if the pin was there.
@@ -89,12 +99,8 @@ class EnginePins:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
             PinningError: a copy refused: the budget is exceeded, or its cache cannot be pinned.
         """
-        manager = self._engine.tokenizer_manager
-        ids = _one_of(manager, token_ids, text)
-        command = PinCommand(
-            token_ids=ids, ttl_steps=ttl_steps, label=label, extra_key=extra_key, cache_salt=cache_salt
-        )
-        return self._run(command)
+        fields = {"ttl_steps": ttl_steps, "label": label, "extra_key": extra_key, "cache_salt": cache_salt}
+        return self._run(PinCommand, token_ids=token_ids, text=text, lora_path=lora_path, **fields)
 
     def release(
         self,
@@ -104,6 +110,7 @@ class EnginePins:
         text: str | None = None,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        lora_path: str | None = None,
     ) -> list[dict[str, Any]]:
         """Ends one pin by its id, or all pins of exactly one prefix.
 
@@ -113,6 +120,7 @@ class EnginePins:
             text: the prefix as a text.
             extra_key: as it was pinned with.
             cache_salt: as it was pinned with.
+            lora_path: as it was pinned with.
 
         Returns:
             For each copy a dict with `released`, the ids, and the totals `pinned_tokens` and `budget_tokens`.
@@ -122,9 +130,9 @@ class EnginePins:
             PinningError: a copy has no such pin.
         """
         if pin_id is not None:
-            return self._run(ReleaseCommand(id=pin_id))
-        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
-        return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
+            return self._run(ReleaseOneCommand, id=pin_id)
+        fields = {"extra_key": extra_key, "cache_salt": cache_salt, "lora_path": lora_path}
+        return self._run(ReleaseCommand, token_ids=token_ids, text=text, **fields)
 
     def announce(
         self,
@@ -134,6 +142,7 @@ class EnginePins:
         text: str | None = None,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        lora_path: str | None = None,
     ) -> list[dict[str, Any]]:
         """Announces `uses` more requests that share this prefix, and none after them. Needs retention.
 
@@ -141,10 +150,11 @@ class EnginePins:
 
         Args:
             uses: requests to come, from 1 on.
-            token_ids: the prefix, up to 2^20 token ids; or give `text`.
+            token_ids: the prefix, up to the context length of the model; or give `text`.
             text: the prefix as a text.
             extra_key: as the requests will carry it.
             cache_salt: as the requests will carry it.
+            lora_path: as the requests will carry it.
 
         Returns:
             For each copy a dict with `pinned_tokens` and `budget_tokens`.
@@ -153,8 +163,8 @@ class EnginePins:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
             PinningError: a copy refused, for example because retention is off.
         """
-        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
-        return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
+        fields = {"extra_key": extra_key, "cache_salt": cache_salt, "lora_path": lora_path}
+        return self._run(AnnounceCommand, uses=uses, token_ids=token_ids, text=text, **fields)
 
     def pins(self) -> list[dict[str, Any]]:
         """All pins.
@@ -163,12 +173,12 @@ class EnginePins:
             For each copy a dict with `pins`, each as {"id", "label", "tokens", "cached_tokens", "steps_left"}, oldest
             first, and the totals `pinned_tokens` and `budget_tokens`.
         """
-        return self._run(ListCommand())
+        return self._run(ListCommand)
 
-    def _run(self, command: Command) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self._engine.loop.run_until_complete(
-            send(self._engine.tokenizer_manager, command)
-        )
+    def _run(self, kind: type[Command], **fields: Any) -> list[dict[str, Any]]:
+        manager = self._engine.tokenizer_manager
+        command = command_of(manager, kind, {name: value for name, value in fields.items() if value is not None})
+        answers: list[dict[str, Any]] = self._engine.loop.run_until_complete(send(manager, command))
         return answers
 
 
@@ -209,7 +219,7 @@ async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -
         return f"the others keep pin {pin_id}, which was pinned before"
     failed = [
         answer["error"]["message"]
-        for answer in await _ask(manager, ReleaseCommand(id=pin_id))
+        for answer in await _ask(manager, ReleaseOneCommand(id=pin_id))
         if "error" in answer and answer["error"]["kind"] != "unknown"
     ]
     if failed:
@@ -217,55 +227,112 @@ async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -
     return "the pin was released on the others"
 
 
+def most_tokens(manager: Any) -> int:
+    """Tokens that a prefix can have on this server."""
+    return min(int(manager.context_len), MAX_TOKENS)
+
+
+def command_of(manager: Any, kind: type[Command], fields: dict[str, Any]) -> Command:
+    """The command from what a client said, with the tokens and the namespace that this server has for it.
+
+    Raises:
+        RequestError: a value is unusable.
+    """
+    ids, most = fields.get("token_ids"), most_tokens(manager)
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        if len(ids) > most:  # before they are copied
+            raise _too_long(len(ids), most)
+        fields = {**fields, "token_ids": list(ids)}
+    command = http_routes.checked(kind, fields)
+    if not isinstance(command, Prefix):
+        return command
+    ids = command.token_ids
+    if ids is None:
+        assert command.text is not None
+        ids = token_ids_of(manager, command.text)
+    vocabulary = manager.model_config.vocab_size
+    if max(ids) >= vocabulary:
+        raise RequestError(f"token_ids: {max(ids)} is no token of this model: they are 0 to {vocabulary - 1}")
+    found = {"token_ids": ids, "text": None, "extra_key": _extra_key(manager, command), "lora_path": None}
+    return command.model_copy(update=found)
+
+
+def _too_long(tokens: int, most: int) -> RequestError:
+    return RequestError(f"token_ids has {tokens} tokens: a prefix of this server can have up to {most}")
+
+
 def token_ids_of(manager: Any, text: str) -> list[int]:
-    """Tokens of a text, as of a prompt. Raises ValueError if the server has no tokenizer."""
-    tokenizer = manager.tokenizer
-    if tokenizer is None:
-        raise ValueError("this server has no tokenizer (--skip-tokenizer-init): give token_ids")
-    return [int(token) for token in tokenizer.encode(text)]
+    """Tokens of a text, as of a prompt.
+
+    SGLang encodes prompts with the same tokenizer in another thread. That is safe while no call changes its settings.
+
+    Raises:
+        RequestError: the text is too long or has no tokens, or the server has no tokenizer.
+    """
+    most = most_tokens(manager)
+    if manager.tokenizer is None:
+        raise RequestError("this server has no tokenizer (--skip-tokenizer-init): give token_ids")
+    if len(text) > BYTES_PER_TOKEN * most:  # encoding takes seconds for some megabytes
+        raise RequestError(f"text has {len(text)} characters: at most {BYTES_PER_TOKEN * most} are accepted")
+    ids = [int(token) for token in manager.tokenizer.encode(text)]
+    if not 0 < len(ids) <= most:
+        raise _too_long(len(ids), most) if ids else RequestError("text has no tokens")
+    return ids
+
+
+def _extra_key(manager: Any, prefix: Prefix) -> str | None:
+    """The extra key of requests with this namespace: SGLang appends the id of their LoRA adapter.
+
+    Raises:
+        RequestError: the adapter is not loaded, or its name is given as an extra key, which holds nothing.
+    """
+    if prefix.extra_key in manager.lora_ref_cache:
+        raise RequestError(f"extra_key {prefix.extra_key!r} is the name of a LoRA adapter: give it as lora_path")
+    if not prefix.lora_path:
+        return prefix.extra_key
+    adapter = manager.lora_registry.get_all_adapters().get(prefix.lora_path)
+    if adapter is None:
+        raise RequestError(f"lora_path: no LoRA adapter {prefix.lora_path!r} is loaded")
+    return f"{prefix.extra_key or ''}{adapter.lora_id}"
+
+
+class _NoQuery(BaseModel):
+    """No request about pins has parameters in its URL."""
 
 
 def add_routes(app: Any, manager_of: Any) -> None:
     """Adds the routes to SGLang's FastAPI application.
 
-    GET lists, POST pins {"text" | "token_ids", "ttl_steps", "label", "extra_key", "cache_salt"}, DELETE releases
-    {"id" | "text" | "token_ids"}.
+    GET lists, POST pins with the fields of PinCommand, DELETE releases with {"id"} or the fields of ReleaseCommand.
 
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
+    bodies = http_routes.Bodies()
 
-    async def answered(make: Any) -> Any:
+    async def answered(command: Command) -> Any:
         try:
-            manager = manager_of()
-            return {"schedulers": await send(manager, make(manager))}
+            return {"schedulers": await send(manager_of(), command)}
         except PinningError as error:
-            return _refused(_HTTP_STATUS.get(error.kind, 500), error.kind, str(error))
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
-            return _refused(400, "invalid", problems)
-        except ValueError as error:
-            return _refused(400, "invalid", str(error))
+            raise RequestError(str(error), status=_STATUS.get(error.kind, 500), kind=error.kind) from error
 
-    def _refused(status: int, kind: str, message: str) -> Any:
-        return JSONResponse({"error": {"kind": kind, "message": message}}, status_code=status)
+    async def list_pins(request: Any) -> Any:
+        http_routes.query_of(request, _NoQuery)
+        return await answered(ListCommand())
 
-    async def list_pins() -> Any:
-        return await answered(lambda manager: ListCommand())
+    async def with_body(request: Any) -> Any:
+        http_routes.query_of(request, _NoQuery)
+        manager = manager_of()
 
-    async def pin(request: Request) -> Any:
-        body = await _object(request)
-        return await answered(lambda manager: PinCommand(**_with_token_ids(manager, body)))
+        def command(body: dict[str, Any]) -> Command:
+            if request.method == "POST":
+                return command_of(manager, PinCommand, body)
+            return command_of(manager, ReleaseOneCommand if "id" in body else ReleaseCommand, body)
 
-    async def release(request: Request) -> Any:
-        body = await _object(request)
-        return await answered(
-            lambda manager: ReleaseCommand(**(_with_token_ids(manager, body) if "id" not in body else body))
-        )
+        most = min(BYTES_PER_TOKEN * most_tokens(manager), MOST_BODY_BYTES) + REST_OF_BODY_BYTES
+        return await answered(await bodies.read(request, most, command))
 
-    http_routes.add_endpoints(app, PATH, {"GET": list_pins, "POST": pin, "DELETE": release})
+    http_routes.add_endpoints(app, PATH, {"GET": list_pins, "POST": with_body, "DELETE": with_body})
 
 
 def add_routes_to_server() -> None:
@@ -273,37 +340,3 @@ def add_routes_to_server() -> None:
     server = http_routes.server_without(PATH)
     if server is not None:
         add_routes(*server)
-
-
-def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
-    """The token ids, tokenised from the text if that is given; the command validates them.
-
-    Raises:
-        ValueError: not exactly one is given, or there are too many tokens.
-    """
-    if (token_ids is None) == (text is None):
-        raise ValueError("say which prefix: either text or token_ids")
-    if text is not None:
-        if not isinstance(text, str):
-            raise ValueError(f"text is {text!r}: it has to be a string")
-        text.encode()  # raises ValueError for half a surrogate pair, where tokenizers raise unclear errors
-        token_ids = token_ids_of(manager, text)
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
-        return token_ids
-    if len(token_ids) > MAX_TOKENS:  # before they are copied and sent to every scheduler
-        raise ValueError(f"token_ids has {len(token_ids)} tokens: a prefix can have up to {MAX_TOKENS}")
-    return list(token_ids)
-
-
-def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
-    fields = dict(body)
-    fields["token_ids"] = _one_of(manager, fields.get("token_ids"), fields.pop("text", None))
-    return fields
-
-
-async def _object(request: Any) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError):  # nested too deeply
-        body = None
-    return body if isinstance(body, dict) else {"body": "not a JSON object"}

@@ -1,15 +1,18 @@
-"""Pinning commands and their answers, as JSON, for the HTTP routes and for `EnginePins`.
+"""Pinning commands and their answers, for the HTTP routes and for `EnginePins`.
 
-A command travels in the id of SGLang's request for the internal state. That request exists in every version and reaches
-every scheduler: all ranks of each data-parallel copy. Its answer may be any JSON.
+The models are what clients may say. `client.py` checks it and sends the command with the tokens and the namespace of
+this server. It travels in the id of SGLang's request for the internal state. That request exists in every version and
+reaches every scheduler: all ranks of each data-parallel copy. Its answer may be any JSON.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeGuard
+from array import array
+from base64 import b64decode, b64encode
+from typing import Annotated, Any, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from sgl_prefix_attn.pinning import Pin, PinBudgetError, UnknownPinError
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
@@ -20,77 +23,93 @@ ANSWER_KEY = "prefixpack_pins"
 COPY_KEY = "data_parallel_rank"
 RENEWED_KEY = "renewed"
 
+MAX_TOKENS = 1 << 20  # of a prefix; above most context lengths
+MAX_KEY_BYTES = 256
+MAX_LABEL = 200
+
+
+def _short(key: str) -> str:
+    if len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"it can have up to {MAX_KEY_BYTES} bytes")
+    return key
+
+
+Key = Annotated[str, Field(max_length=MAX_KEY_BYTES), AfterValidator(_short)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-MAX_TOKENS = 1 << 20  # tokens of a prefix; above all context lengths
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+# The first wrong token ends the check: there may be a million.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
+PinId = Annotated[int, Field(ge=1, lt=1 << 53, strict=True)]
 
 
-class _Prefix(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Prefix(BaseModel):
+    """A prefix and its namespace, as requests carry them. A command that is sent has its tokens in any case."""
 
-    token_ids: TokenIds
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    token_ids: TokenIds | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
+    extra_key: Key | None = None
+    cache_salt: Key | None = None
+    lora_path: Key | None = None
 
     @property
     def namespace(self) -> Namespace:
         return Namespace(self.extra_key or None, self.cache_salt or None)
 
-
-class PinCommand(_Prefix):
-    """Pin a prefix, for `ttl_steps` scheduler steps or until it is released."""
-
-    command: Literal["pin"] = "pin"
-    ttl_steps: Count | None = None
-    label: Annotated[str, Field(max_length=200)] = ""
-
-
-class ReleaseCommand(BaseModel):
-    """Release one pin by its number, or all pins of exactly one prefix."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    command: Literal["release"] = "release"
-    id: int | None = None
-    token_ids: TokenIds | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-
     @model_validator(mode="after")
-    def _one_of(self) -> ReleaseCommand:
-        if (self.id is None) == (self.token_ids is None):
-            raise ValueError("say which pin: either its id, or its text or token_ids")
+    def _one_of(self) -> Prefix:
+        if (self.token_ids is None) == (self.text is None):
+            raise ValueError("say which prefix: either text or token_ids")
         return self
 
 
-class AnnounceCommand(_Prefix):
+class PinCommand(Prefix):
+    """Pin a prefix, for `ttl_steps` scheduler steps or until it is released."""
+
+    ttl_steps: Count | None = None
+    label: Annotated[str, Field(max_length=MAX_LABEL)] = ""
+
+
+class ReleaseCommand(Prefix):
+    """Release all pins of exactly one prefix."""
+
+
+class ReleaseOneCommand(BaseModel):
+    """Release one pin by its number."""
+
+    id: PinId
+
+
+class AnnounceCommand(Prefix):
     """Announce that an offline group will send `uses` more requests that share this prefix."""
 
-    command: Literal["announce"] = "announce"
     uses: Count
 
 
 class ListCommand(BaseModel):
     """List the pins."""
 
-    model_config = ConfigDict(extra="forbid")
 
-    command: Literal["list"] = "list"
-
-
-Command = PinCommand | ReleaseCommand | AnnounceCommand | ListCommand
-_COMMANDS: dict[str, type[PinCommand] | type[ReleaseCommand] | type[AnnounceCommand] | type[ListCommand]] = {
-    "announce": AnnounceCommand,
-    "pin": PinCommand,
-    "release": ReleaseCommand,
-    "list": ListCommand,
+Command = PinCommand | ReleaseCommand | ReleaseOneCommand | AnnounceCommand | ListCommand
+_COMMANDS: dict[str, type[Command]] = {
+    kind.__name__: kind for kind in (PinCommand, ReleaseCommand, ReleaseOneCommand, AnnounceCommand, ListCommand)
 }
 
 
 def encode(command: Command) -> str:
     """The id of the internal-state request that carries the command."""
-    return ID_PREFIX + command.model_dump_json(exclude_none=True)
+    fields = command.model_dump(exclude_none=True, exclude={"token_ids"})
+    if isinstance(command, Prefix):
+        assert command.token_ids is not None
+        fields["token_ids"] = b64encode(array("i", command.token_ids).tobytes()).decode()
+    return ID_PREFIX + json.dumps([type(command).__name__, fields])
+
+
+def decode(request_id: str) -> Command:
+    """The command that an id carries. It was checked where it came from."""
+    kind, fields = json.loads(request_id.removeprefix(ID_PREFIX))
+    if "token_ids" in fields:
+        fields["token_ids"] = array("i", b64decode(fields["token_ids"])).tolist()
+    return _COMMANDS[kind].model_construct(**fields)
 
 
 def is_command(request_id: object) -> TypeGuard[str]:
@@ -101,18 +120,13 @@ def is_command(request_id: object) -> TypeGuard[str]:
 def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
     """Executes an encoded command; a refusal is an answer with "error": {"kind", "message"}.
 
-    Kinds: invalid (unusable command), budget (the budget is exceeded), unknown (no such pin), unavailable (the cache of
-    this server cannot be pinned).
+    Kinds: invalid (this server cannot do it), budget (the budget is exceeded), unknown (no such pin), unavailable (the
+    cache of this server cannot be pinned).
     """
     if manager is None:
         return _error("unavailable", "this scheduler's prefix cache cannot be pinned: its log says why")
     try:
-        fields = json.loads(request_id.removeprefix(ID_PREFIX))
-        command = _COMMANDS[fields["command"]].model_validate(fields)
-    except (ValidationError, json.JSONDecodeError, KeyError, TypeError) as error:
-        return _error("invalid", str(error))
-    try:
-        return _execute(command, manager)
+        return _execute(decode(request_id), manager)
     except PinBudgetError as error:
         return {**_error("budget", str(error)), **({RENEWED_KEY: True} if error.renews else {})}
     except UnknownPinError as error:
@@ -122,26 +136,24 @@ def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
 
 
 def _execute(command: Command, manager: PinningManager) -> dict[str, Any]:
+    if isinstance(command, ListCommand):
+        return {"pins": [_describe(pin, manager) for pin in manager.pins.ledger.pins()], **_totals(manager)}
+    if isinstance(command, ReleaseOneCommand):
+        return {"released": [manager.release(command.id).id], **_totals(manager)}
+    tokens = command.token_ids
+    assert tokens is not None
     if isinstance(command, PinCommand):
         made_before = manager.counters.pins_made
-        pin = manager.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
+        pin = manager.pin(tokens, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
         renewed = {} if manager.counters.pins_made > made_before else {RENEWED_KEY: True}
         return {"pin": _describe(pin, manager), **renewed, **_totals(manager)}
     if isinstance(command, AnnounceCommand):
-        manager.announce(command.token_ids, command.uses, command.namespace)
+        manager.announce(tokens, command.uses, command.namespace)
         return _totals(manager)
-    if isinstance(command, ListCommand):
-        return {"pins": [_describe(pin, manager) for pin in manager.pins.ledger.pins()], **_totals(manager)}
-    if command.id is not None:
-        released = [manager.release(command.id).id]
-    else:
-        assert command.token_ids is not None
-        namespace = Namespace(command.extra_key or None, command.cache_salt or None)
-        pins = manager.pins.of(command.token_ids, namespace)
-        if not pins:
-            raise UnknownPinError(f"there is no pin of this prefix of {len(command.token_ids)} tokens")
-        released = [manager.release(pin.id).id for pin in pins]
-    return {"released": released, **_totals(manager)}
+    pins = manager.pins.of(tokens, command.namespace)
+    if not pins:
+        raise UnknownPinError(f"there is no pin of this prefix of {len(tokens)} tokens")
+    return {"released": [manager.release(pin.id).id for pin in pins], **_totals(manager)}
 
 
 def _describe(pin: Pin, manager: PinningManager) -> dict[str, Any]:
