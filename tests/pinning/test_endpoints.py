@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,16 @@ fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient  # noqa: E402
+from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from sgl_prefix_attn.sglang_plugin import http_routes  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.pinning import client as pinning_client  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.pinning import commands  # noqa: E402
 from tests.support.schedulers import TokenizerManager  # noqa: E402
+
+ADAPTER = LoRARef(lora_id="0c1d", lora_name="ours", lora_path="/adapters/ours")
 
 
 class Manager(TokenizerManager):
@@ -34,8 +40,7 @@ class Manager(TokenizerManager):
         self.context_len = 100
         self.model_config = SimpleNamespace(vocab_size=1000)
         self.lora_ref_cache = dict.fromkeys(["ours", "evicted"])
-        adapters = {"ours": SimpleNamespace(lora_id="0c1d")}
-        self.lora_registry = SimpleNamespace(get_all_adapters=lambda: adapters)
+        self.lora_registry = LoRARegistry([ADAPTER])
 
     def _answer(self, request: Any) -> list[dict[str, Any]]:
         command = commands.decode(request.rid)
@@ -59,6 +64,13 @@ def test_text_becomes_tokens_and_every_scheduler_answers() -> None:
     response = client(manager).post(pinning_client.PATH, json={"text": "ab", "ttl_steps": 5})
     assert (response.status_code, response.json()) == (200, {"schedulers": [{"pinned_tokens": 2}] * 2})
     assert manager.commands == [{"command": "Pin", "token_ids": [97, 98], "ttl_steps": 5}]
+
+
+def test_brackets_and_quotes_in_a_text_are_text() -> None:
+    manager = Manager(answer())
+    text = '[{"a": "\\"}]' * 7 + "\\"
+    assert client(manager).post(pinning_client.PATH, json={"text": text}).status_code == 200
+    assert manager.commands[0]["token_ids"] == list(map(ord, text))
 
 
 @pytest.mark.parametrize(("kind", "status"), [("budget", 409), ("invalid", 400)])
@@ -121,6 +133,7 @@ def test_schedulers_that_do_not_know_the_command_are_named() -> None:
 
 
 LONG = "k" * 257
+NESTED = "the body is nested: a JSON object with at most one list is accepted"
 SAY = "say which prefix: either text or token_ids"
 
 
@@ -142,7 +155,10 @@ SAY = "say which prefix: either text or token_ids"
         (b'{"command": "list", "text": "a"}', "unknown key: 'command'; accepted: token_ids, text, extra_key, "),
         (b'{"text": 3}', "text: Input should be a valid string"),
         (b'{"text": ""}', "text: String should have at least 1 character"),
-        (b'{"text": {"a": []}}', "text: Input should be a valid string"),
+        (b'{"text": []}', "text: Input should be a valid string"),
+        (b'{"text": {"a": []}}', NESTED),
+        (b'{"token_ids": [[], []]}', NESTED),
+        (b'{"text": "\\\\\\"[[[[", "a": [[]]}', NESTED),
         (b'{"token_ids": 5}', "token_ids: Input should be a valid list"),
         (b'{"token_ids": []}', "token_ids: List should have at least 1 item"),
         (b'{"token_ids": [true]}', "token_ids.0: Input should be a valid integer"),
@@ -160,10 +176,11 @@ SAY = "say which prefix: either text or token_ids"
         ({"text": "a", "lora_path": "nope"}, "lora_path: no LoRA adapter 'nope' is loaded"),
         ({"text": "a", "lora_path": "evicted"}, "lora_path: no LoRA adapter 'evicted' is loaded"),
         ({"text": "a", "extra_key": "ours"}, "extra_key 'ours' is the name of a LoRA adapter: give it as lora_path"),
-        ({str(key): 0 for key in range(99)}, "unknown key: '0', '1', '2', '3', '4', 94 more; accepted: "),
+        ({str(key): 0 for key in range(32)}, "unknown key: '0', '1', '2', '3', '4', 27 more; accepted: "),
+        ({str(key): 0 for key in range(33)}, "the body has too many keys and strings: at most 32 are accepted"),
         ({LONG: 0}, f"unknown key: '{LONG[:40]}'; accepted: "),
-        pytest.param(b'{"token_ids": ' + b"[" * 8000 + b"]" * 8000 + b"}", "JSON object: ", id="nested too deep"),
-        pytest.param(b'{"token_ids": ' + b"[" * 900 + b"]" * 900 + b"}", "token_ids.0: Input", id="nested"),
+        pytest.param(b'{"token_ids": ' + b"[" * 8000 + b"]" * 8000 + b"}", NESTED, id="nested too deep"),
+        pytest.param(b'{"token_ids": ' + b"[" * 900 + b"]" * 900 + b"}", NESTED, id="nested"),
     ],
 )  # fmt: skip
 def test_bad_bodies_reach_no_scheduler(body: bytes | dict[str, Any], message: str) -> None:
@@ -253,6 +270,8 @@ def test_a_lora_adapter_becomes_the_extra_key_of_its_requests(extra_key: str | N
     body = {"token_ids": [1], "lora_path": "ours", "extra_key": extra_key}
     assert client(manager).post(pinning_client.PATH, json=body).status_code == 200
     assert manager.commands == [{"command": "Pin", "token_ids": [1], "extra_key": sent}]
+    request = Req("r", "", array("q", [1]), SamplingParams(), extra_key=extra_key, lora_id=ADAPTER.lora_id)
+    assert request.extra_key == sent
 
 
 def test_python_callers_meet_the_same_checks() -> None:

@@ -274,10 +274,12 @@ def token_ids_of(manager: Any, text: str) -> list[int]:
         raise RequestError("this server has no tokenizer (--skip-tokenizer-init): give token_ids")
     if len(text) > BYTES_PER_TOKEN * most:  # encoding takes seconds for some megabytes
         raise RequestError(f"text has {len(text)} characters: at most {BYTES_PER_TOKEN * most} are accepted")
-    ids = [int(token) for token in manager.tokenizer.encode(text)]
-    if not 0 < len(ids) <= most:
-        raise _too_long(len(ids), most) if ids else RequestError("text has no tokens")
-    return ids
+    ids = manager.tokenizer.encode(text)
+    if len(ids) == 0:
+        raise RequestError("text has no tokens")
+    if len(ids) > most:
+        raise _too_long(len(ids), most)
+    return [int(token) for token in ids]
 
 
 def _extra_key(manager: Any, prefix: Prefix) -> str | None:
