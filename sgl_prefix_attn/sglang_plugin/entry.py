@@ -101,7 +101,7 @@ def register_hooks(settings: Settings, version: str) -> None:
     state = plugin_state.of_process(settings, version)
     wanted: tuple[hooks.Hook, ...] = ()
     if settings.group_scheduling:
-        wanted += hook_table.group_hooks(state.own(GroupScheduler))
+        wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
     if may_need_cpu_hooks(settings):
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     hooks.register(wanted + registration.hooks_for(settings, state))

@@ -48,7 +48,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if not isinstance(executor, str):
         executor = eligibility.unsupported_at_start(runner, name, settings, executor) or executor
     state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
-    log_missing(missing, version)
+    log_missing(missing, state)
     stock = build_stock(runner, name)
     if set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
         executor = fallback_reasons.HOOKS_MISSING
@@ -144,10 +144,10 @@ def connect(
     wanted += hook_table.handover_hooks(state.handover_hooks) if packs and kind == "hooks" else ()
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-        if packs and runs_one_token_steps(runner, settings, kind):
+        if packs and runs_one_token_steps(runner, state, kind):
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
-        if shares_prefills(runner, settings, packs):
+        if shares_prefills(runner, state, packs):
             prefills = state.own(SharedPrefill, state.counters)
             prefills.active = True
             wanted += hook_table.shared_prefill_hooks(prefills)
@@ -158,7 +158,7 @@ def connect(
     elif packs and not is_cpu(runner) and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
-        wanted += hook_table.group_hooks(state.own(GroupScheduler))
+        wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
     if not wraps and masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.hooks_for(settings, state)
@@ -179,13 +179,15 @@ def hook_verify_steps(runner: Any, backend: PrefixPackBackend, state: plugin_sta
     if not versions.speculates(runner) or not backend.checks_drafts_in_graphs:
         return
     if handover_kind(state.settings, state.sglang_version, runner) == "hooks":
-        log_missing(hooks.ensure_applied(hook_table.verify_hooks(state.handover_hooks)), state.sglang_version)
+        log_missing(hooks.ensure_applied(hook_table.verify_hooks(state.handover_hooks)), state)
 
 
-def log_missing(missing: list[hooks.Hook], version: str) -> None:
-    """Logs the consequence of each hook that could not be applied."""
+def log_missing(missing: list[hooks.Hook], state: plugin_state.PluginState) -> None:
+    """Logs and records the consequence of each hook that could not be applied."""
     for hook in missing:
-        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+        path, version = hook.target.path, state.sglang_version
+        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", path, version, hook.consequence)
+        state.counters.failures.switch_off(path, f"the hook is missing: {hook.consequence}")
 
 
 def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
@@ -197,32 +199,31 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
         )
 
 
-def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
+def runs_one_token_steps(runner: Any, state: plugin_state.PluginState, kind: str) -> bool:
     """Whether the server runs one-token steps; logs why not, as a warning if they are asked for.
 
     Args:
         kind: of the hand-over, see `handover_kind`.
     """
-    if not settings.one_token_steps:
+    if not state.settings.one_token_steps:
         return False
     why_not = _unsupported(one_token.unsupported_server, runner)
     prefill, decode = versions.backend_names(runner)
     if why_not is None and kind == "patch" and prefill != decode:
         why_not = f"prefill_attention_backend={prefill!r}, to which the patch hands the paths of such steps"
-    return _has_effect("one_token_steps", settings.one_token_steps, why_not)
+    return _has_effect("one_token_steps", state, why_not)
 
 
-def shares_prefills(runner: Any, settings: Settings, packs: bool) -> bool:
+def shares_prefills(runner: Any, state: plugin_state.PluginState, packs: bool) -> bool:
     """Whether requests of the server wait for each other's prefills; logs why not, as a warning if it is asked for.
 
     Args:
         packs: whether any step of this backend may run packed.
     """
-    if not settings.shared_prefill or (settings.shared_prefill == "auto" and not packs):
+    wanted = state.settings.shared_prefill
+    if not wanted or (wanted == "auto" and not packs):
         return False
-    return _has_effect(
-        "shared_prefill", settings.shared_prefill, _unsupported(shared_prefill.unsupported_server, runner)
-    )
+    return _has_effect("shared_prefill", state, _unsupported(shared_prefill.unsupported_server, runner))
 
 
 def _unsupported(unsupported_server: Callable[[Any], str | None], runner: Any) -> str | None:
@@ -233,10 +234,11 @@ def _unsupported(unsupported_server: Callable[[Any], str | None], runner: Any) -
         return str(error)
 
 
-def _has_effect(setting: str, wanted: bool | str, why_not: str | None) -> bool:
-    """Whether `why_not` is None; otherwise logs it, as a warning if the setting is on and not just "auto"."""
+def _has_effect(setting: str, state: plugin_state.PluginState, why_not: str | None) -> bool:
+    """Whether `why_not` is None; otherwise records it, and warns of it if the setting is on and not just "auto"."""
     if why_not is not None:
-        level = logging.WARNING if wanted is True else logging.INFO
+        state.counters.failures.switch_off(setting, why_not)
+        level = logging.WARNING if getattr(state.settings, setting) is True else logging.INFO
         logger.log(level, "prefixpack: %s has no effect on this server: %s", setting, why_not)
     return why_not is None
 

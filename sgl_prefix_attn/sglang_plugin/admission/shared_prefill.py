@@ -13,7 +13,6 @@ tree and the requests' tokens, so all ranks take the same ones.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from typing import Any, Final
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-
-logger = logging.getLogger(__name__)
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
@@ -123,8 +121,8 @@ class SharedPrefill:
             return original(adder, req, *args, **kwargs)
         try:
             waits = self.should_wait(adder, req)
-        except Exception:  # the one guard of the decision
-            self._failed()
+        except Exception as error:  # the one guard of the decision
+            self._failed(error)
             waits = False
         if waits:
             from sglang.srt.managers.schedule_policy import AddReqResult
@@ -134,8 +132,8 @@ class SharedPrefill:
         result = original(adder, req, *args, **kwargs)
         try:
             self.note_admitted(adder, req)
-        except Exception:  # the one guard of the bookkeeping
-            self._failed()
+        except Exception as error:  # the one guard of the bookkeeping
+            self._failed(error)
         return result
 
     def should_wait(self, adder: Any, request: Any) -> bool:
@@ -220,10 +218,11 @@ class SharedPrefill:
                     return prefill
         return None
 
-    def _failed(self) -> None:
-        """Counts an exception, to be called while it is handled; the first is logged, and the hook ends with it."""
-        if not self.failures:
-            logger.exception("prefixpack: shared_prefill failed; from now on admission is SGLang's own")
+    def _failed(self, error: Exception) -> None:
+        """Counts an exception; the hook ends with the first."""
+        record = self._counters.failures
+        record.failed("shared_prefill", error, "from now on admission is SGLang's own")
+        record.switch_off("shared_prefill", OF_AN_EXCEPTION)
         self.failures += 1
         self._prefills, self._by_key, self._adder = [], {}, None
         self._waited.clear()

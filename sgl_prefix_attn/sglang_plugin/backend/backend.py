@@ -164,16 +164,19 @@ class PrefixPackBackend(AttentionBackend):
     def _decide(self, forward_batch: Any, *, in_graph: bool, in_capture: bool = False) -> StepDecision:
         """Every step pays for this on the scheduler's thread. Loads of attributes of `self` are slow: `__getattr__`."""
         start = time.perf_counter()
-        # Taken in any case, so that it does not stay for a later forward.
-        handed = self._handover.take(forward_batch)
         record, state = self._record, self._state
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
-        if in_capture:
-            decision = record.step_planner.decide_capture(handed, forward_batch, last)
-        else:
-            decision = record.step_planner.decide(handed, forward_batch, last, in_graph)
-            if record.router.watches_steps:
-                record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
+        # Taken in any case, so that it does not stay for a later forward.
+        handed = self._handover.take(forward_batch)
+        try:
+            if in_capture:
+                decision = record.step_planner.decide_capture(handed, forward_batch, last)
+            else:
+                decision = record.step_planner.decide(handed, forward_batch, last, in_graph)
+                if record.router.watches_steps:
+                    record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
+        except Exception as error:
+            decision = record.step_planner.failed(error, forward_batch, in_graph=in_graph, in_capture=in_capture)
         self.decision = decision
         if decision.step is not None and decision.kind is StepKind.PACKED:
             record.last_packed = handed
@@ -181,7 +184,8 @@ class PrefixPackBackend(AttentionBackend):
         if state.exporter is not None:
             state.step_done()
         if decision.reason is not None and decision.reason == record.layers.why_all_stock:
-            state.stop_if_nothing_packs()
+            with state.counters.failures.guard("bypass"):
+                state.stop_if_nothing_packs()
         return decision
 
     def _init_stock(self, forward_batch: Any) -> None:
@@ -199,9 +203,17 @@ class PrefixPackBackend(AttentionBackend):
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._step_planner.graphs_may_be_packed:
             return
-        self._executor.reserve_graphs(max_bs, max_num_tokens)
-        if not self._layers.scanned:
-            self._layers.scan_model()
+        try:
+            self._executor.reserve_graphs(max_bs, max_num_tokens)
+            if not self._layers.scanned:
+                self._layers.scan_model()
+        except Exception as error:  # the server runs without us, where no other rank runs with us
+            if several_ranks():
+                raise
+            self._counters.failures.failed("decode_graphs", error, "all steps run on the stock backend")
+            self._layers.why_all_stock = fallback_reasons.EXCEPTION
+        if several_ranks():  # one that stops alone would replay other graphs than the others
+            self._counters.may_stop = False
         # The other ranks capture two graphs of each size, and captures have to stay in step.
         if self._layers.why_all_stock == fallback_reasons.NO_MEMORY and several_ranks():
             raise RuntimeError(f"prefixpack: {fallback_reasons.EXPLANATIONS[fallback_reasons.NO_MEMORY]}")
@@ -279,28 +291,41 @@ class PrefixPackBackend(AttentionBackend):
     ) -> Any:
         step = self.decision.step
         if step is not None and not forward_batch.forward_mode.is_idle():
-            facts = self._layers.facts(layer)
-            index = facts.shape_index
-            reason = (
-                facts.unsupported_reason
-                or step.unsupported_call(q, layer, kwargs)
-                or self._executor.unsupported_call(index, q)
-            )
-            # Read in each call: weights, and scales with them, may be updated while the server runs.
-            scales = kv_scales(layer) if facts.has_scales else UNSCALED
-            if scales is None:
-                reason = reason or fallback_reasons.KV_SCALES
-            elif reason is None:
-                pool = self.stock.token_to_kv_pool
-                if save_kv_cache and k is not None and v is not None:
-                    if facts.has_scales and self._store_fp8 is not None:
-                        self._store_fp8(None, k, v, layer, forward_batch)
-                    else:
-                        divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
-                        pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
-                return self._executor.attend(step, index, q, layer, pool, kwargs.get("sinks"), scales)
-            if reason not in fallback_reasons.BY_DESIGN:
-                self._counters.fallback(reason)
+            stores = False  # whether the layer's KV is being stored: exceptions are SGLang's own
+            try:
+                facts = self._layers.facts(layer)
+                index = facts.shape_index
+                reason = (
+                    facts.unsupported_reason
+                    or step.unsupported_call(q, layer, kwargs)
+                    or self._executor.unsupported_call(index, q)
+                )
+                # Read in each call: weights, and scales with them, may be updated while the server runs.
+                scales = kv_scales(layer) if facts.has_scales else UNSCALED
+                if scales is None:
+                    reason = reason or fallback_reasons.KV_SCALES
+                elif reason is None:
+                    pool = self.stock.token_to_kv_pool
+                    if save_kv_cache and k is not None and v is not None:
+                        stores = True
+                        if facts.has_scales and self._store_fp8 is not None:
+                            self._store_fp8(None, k, v, layer, forward_batch)
+                        else:
+                            divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
+                            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
+                        stores = save_kv_cache = False  # a pool with scales divides K and V in place: once only
+                    return self._executor.attend(step, index, q, layer, pool, kwargs.get("sinks"), scales)
+                if reason not in fallback_reasons.BY_DESIGN:
+                    self._counters.fallback(reason)
+            except Exception as error:
+                if stores or (step.in_graph and several_ranks()):  # ranks have to make the same captures
+                    raise
+                self._counters.step_failed("layer", error, counted=not step.in_graph)
+                self._counters.fallback(fallback_reasons.EXCEPTION)
+                self._step_planner.forget_steps()
+                if not step.in_graph:  # the layers behind this one are the stock backend's
+                    self._init_stock(forward_batch)
+                    self.decision = STOCK
             # A stock layer in a captured graph needs the stock backend's metadata at every replay.
             self._layers.has_stock_layers |= step.in_graph
             if not self._has_stock_metadata:

@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mod
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks, HandoverKind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,6 @@ class PluginState:
         exporter: Prometheus metrics; None if this process exports none.
         stock_backend: name of the stock backend of the target model.
         backends: the record of each backend, in the order of their creation, for as long as the backend lives.
-        metrics_failures: updates of the Prometheus metrics that raised.
         handover_hooks: bodies of the hooks that serve `handover`.
     """
 
@@ -68,11 +68,13 @@ class PluginState:
     exporter: MetricsExporter | None = None
     stock_backend: str = ""
     backends: weakref.WeakKeyDictionary[Any, BackendRecord] = field(default_factory=weakref.WeakKeyDictionary)
-    metrics_failures: int = 0
     handover_hooks: HandoverHooks = field(default_factory=HandoverHooks)
     _owned: dict[type, Any] = field(default_factory=dict, repr=False)
     _records: list[weakref.ref[BackendRecord]] = field(default_factory=list, repr=False)
     _steps: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self._owned[Failures] = self.counters.failures
 
     def serve(self, kind: HandoverKind, runner: Any) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
@@ -104,11 +106,16 @@ class PluginState:
         return never
 
     def refusal(self) -> str | None:
-        """The reason why no backend ever packs a step, None if one may or if there is no backend."""
+        """The reason why no backend packs a step any more, None if one may or if there is no backend."""
         reasons = [record.step_planner.why_all_stock for record in self.backends.values()]
         if not reasons or None in reasons:
             return None
         return next((reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER), reasons[0])
+
+    def disabled(self) -> dict[str, str]:
+        """Why features of this process are off, by the name of their settings; `packing` for all packed steps."""
+        refusal = self.refusal()
+        return self.counters.failures.disabled | ({} if refusal is None else {"packing": refusal})
 
     def stop_if_nothing_packs(self) -> None:
         """Ends our work in the steps of this process if no backend packs any: hooks and backends do next to nothing.
@@ -117,7 +124,7 @@ class PluginState:
         ranks have to make them, and the others may not have found the same.
         """
         reason = self.refusal()
-        if reason is None or self.handover is None:
+        if reason is None or self.handover is None or self.counters.stopped:  # captured graphs may hold packed layers
             return
         logger.warning(
             "prefixpack: all steps run on the stock backend from now on: %s", fallback_reasons.EXPLANATIONS[reason]
@@ -162,16 +169,12 @@ class PluginState:
             self.flush_metrics()
 
     def flush_metrics(self) -> None:
-        """Updates the metrics. Never raises: failures are counted, and the first is logged."""
+        """Updates the metrics. Never raises: their files can be full or gone, and serving goes on."""
         self._steps = 0
         if self.exporter is None:
             return
-        try:
-            self.exporter.update(self.counters, self.wrapped(), self.routing_policies())
-        except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
-            if not self.metrics_failures:
-                logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")
-            self.metrics_failures += 1
+        with self.counters.failures.guard("metrics", "they may be wrong from now on"):
+            self.exporter.update(self.counters, self.wrapped(), self.routing_policies(), self.disabled())
 
 
 _state: PluginState | None = None

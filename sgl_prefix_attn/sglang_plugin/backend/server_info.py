@@ -4,12 +4,13 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
      "refused": why no step runs packed or null (a reason as in `fallbacks`),
-     "wrapped": names of the stock backends that run wrapped (wrap mode), "sglang": version, "metrics_failures": updates
-     of the Prometheus metrics that raised, "route": how decode steps are routed or null, "layers": {"packed": attention
-     layers that run packed, "stock": {reason: others}} or null, "shape": fields of ModelShape, "device": fields of
-     DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
-     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}, "tells_batch": whether it is told:
-     not by servers with an API key, since any key reads it, and it tells what a request shares with others}
+     "disabled": {feature: why it is off}, "wrapped": names of the stock backends that run wrapped (wrap mode),
+     "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
+     routed or null, "layers": {"packed": attention layers that run packed, "stock": {reason: others}} or null,
+     "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first packed step),
+     "batch": null or the last packed batch as {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...],
+     ...]}, "tells_batch": whether it is told: not by servers with an API key, since any key reads it, and it tells what
+     a request shares with others}
 
 `route` is {"setting": a policy, "policy": what decides (conservative where a profile is missing), "profile": machine
 and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
@@ -63,7 +64,8 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "refused": state.refusal(),
         "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
-        "metrics_failures": state.metrics_failures,
+        "metrics_failures": state.counters.failures.counts["metrics"],
+        "disabled": state.disabled(),
         "route": None if record is None else route_state(record),
         "layers": None if record is None else record.layers.summary(),
         "shape": None if planner is None else asdict(planner.shape),
@@ -83,7 +85,7 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
     state = plugin_state.active()
     if state is None or state.handover is None:
         return
-    try:
+    with state.counters.failures.guard("server_info", "the answer lacks our state"):
         request = args[0] if args else kwargs.get("recv_req")
         key = state.settings.fingerprint_key
         if key is not None and getattr(request, "rid", None) == running_prompts.COMMAND:
@@ -94,8 +96,6 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
             result.internal_state[live_commands.ANSWER_KEY] = live_commands.answer(command, state)
         result.internal_state[KEY] = process_state(state)
         state.flush_metrics()
-    except Exception:  # the one guard of this hook: SGLang's own answer must arrive
-        state.counters.hook_failed()
 
 
 def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,9 +103,7 @@ def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:
     state = plugin_state.active()
     if state is None or state.handover is None:
         return
-    try:
+    with state.counters.failures.guard("on_idle"):
         for record in state.backends.values():
             record.router.idle()
         state.flush_metrics()
-    except Exception:  # the one guard of this hook
-        state.counters.hook_failed()

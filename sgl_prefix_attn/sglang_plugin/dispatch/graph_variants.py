@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
+
 logger = logging.getLogger(__name__)
 
 LABEL = "prefixpack-stock"
@@ -28,13 +30,14 @@ class GraphVariants:
 
     Args:
         wanted: whether graphs of a forward mode are captured for both.
+        failures: exceptions of the process, and what is off.
 
     Attributes:
         capturing: whether the present capture is one of the stock backend's variants.
     """
 
-    def __init__(self, wanted: Callable[[Any], bool]) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: Callable[[Any], bool], failures: Failures) -> None:
+        self._wanted, self._failures = wanted, failures
         self._sizes: set[int] = set()
         self._failed = False
         self._asked_for_key = False
@@ -74,17 +77,18 @@ class GraphVariants:
         try:
             capture()
             self._sizes.add(size)
-        except Exception:  # the guard of the variants: the server runs without them
+        except Exception as error:  # the guard of the variants: the server runs without them
             if several_ranks():  # all ranks have to make the same captures
                 logger.error("prefixpack: no decode graphs of the stock backend; start with PREFIXPACK_ROUTE=packed")
                 raise
-            logger.exception("prefixpack: capturing decode graphs of the stock backend failed")
+            self._failures.failed("graph_variants", error, "decode graphs of this size have packed layers only")
             self._fail("if memory was short, lower --mem-fraction-static, or set route to packed")
         finally:
             self.capturing = False
 
     def _fail(self, why: str) -> None:
         self._failed = True
+        self._failures.switch_off("graph_variants", why)
         logger.warning(
             "prefixpack: decode graphs of %s hold packed layers only, so their steps are not routed: %s",
             f"fewer than {min(self._sizes)} requests" if self._sizes else "all sizes",

@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import Plan, PlanError
@@ -18,7 +19,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
+from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants, several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupported_verify
@@ -29,6 +30,9 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MOD
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+# Exceptions that one rank may have alone.
+_OF_ONE_RANK = (MemoryError, torch.OutOfMemoryError)
 
 
 class StepKind(enum.Enum):
@@ -53,6 +57,10 @@ class StepDecision(NamedTuple):
     reason: str | None = None
     step: PackedStep | None = None
     is_graph_variant: bool = False
+
+
+class RoutedPackedError(Exception):
+    """An exception of ours, its cause, in a step that was to run packed: all ranks had decided that by then."""
 
 
 STOCK = StepDecision(StepKind.STOCK)
@@ -106,24 +114,25 @@ class StepPlanner:
         self._counters = counters
         # Packed decode steps. None: the one that a step may continue is the step before.
         self._packed_steps = LastSteps[StepDecision](microbatches) if microbatches > 1 else None
-        self.graph_variants = GraphVariants(self._wants_variants)
+        self.graph_variants = GraphVariants(self._wants_variants, counters.failures)
 
     # Facts about the server -----------------------------------------------------------------------------------------
 
     @property
     def why_all_stock(self) -> str | None:
-        """The reason why no step of this runner ever runs packed, None if some may."""
-        return self._layers.why_all_stock
+        """The reason why no step of this runner runs packed any more, None if some may."""
+        return fallback_reasons.STOPPED if self._counters.stopped else self._layers.why_all_stock
 
     def why_stock(self, mode: Mode) -> str | None:
         """The reason why no step of a kind ever runs packed, None if some may. No paths are read for such steps."""
-        return self._layers.why_all_stock or self._executor.why_stock(mode)
+        return self.why_all_stock or self._executor.why_stock(mode)
 
     @property
     def packs_some_steps(self) -> bool:
         """Whether any step may run packed."""
         return self._layers.why_all_stock is None and any(
-            self.why_stock(mode) is None and not (mode in DECODE_MODES and self._router.always_stock) for mode in MODES
+            self._executor.why_stock(mode) is None and not (mode in DECODE_MODES and self._router.always_stock)
+            for mode in MODES
         )
 
     @property
@@ -176,10 +185,13 @@ class StepPlanner:
         step = last.step
         steady = step is not None and not changed and handed.paths is step.paths
         if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
-            self._executor.begin(step)
-            self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
-            if may_route:
-                self._router.stays_packed()
+            try:
+                self._executor.begin(step)
+                self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
+                if may_route:
+                    self._router.stays_packed()
+            except Exception as error:
+                raise RoutedPackedError from error
             return last
         paths = handed.paths
         outcome: PackedStep | str | None
@@ -194,9 +206,10 @@ class StepPlanner:
             if self._packed_steps is not None and outcome.paths is not None:
                 self._packed_steps.keep(outcome.paths, decision)
             return decision
-        if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
+        if outcome is not None:
             self._counters.fallback(outcome)
-        if in_packed_graph and not may_route:
+        # Of several ranks, only this one may lack the memory for a plan: the others replay the packed graph.
+        if in_packed_graph and (not may_route or (outcome == fallback_reasons.PLAN_REFUSED and several_ranks())):
             return self._unshared(forward_batch, outcome)
         return _stock(outcome, in_packed_graph)
 
@@ -207,6 +220,38 @@ class StepPlanner:
         if self.graph_is_packed(forward_batch.forward_mode):
             return self._unshared(forward_batch, None)
         return self.decide(handed, forward_batch, last, in_graph=True)
+
+    def failed(self, error: Exception, forward_batch: Any, *, in_graph: bool, in_capture: bool) -> StepDecision:
+        """Decides a step whose decision raised, before any of its layers has run.
+
+        Ranks decide alike, so an exception that the batch causes comes on all of them. One on this rank alone must not
+        choose another graph than the others: all-reduces of a graph may read the other ranks' buffers of that graph.
+
+        Raises:
+            Exception: `error`, during a capture, and where ranks might replay different graphs.
+        """
+        self.forget_steps()
+        is_routed_packed = isinstance(error, RoutedPackedError)
+        cause = error.__cause__ if is_routed_packed and error.__cause__ is not None else error
+        self._counters.step_failed("step", cause)
+        if not (in_graph and self.graph_is_packed(forward_batch.forward_mode)):
+            self._counters.fallback(fallback_reasons.EXCEPTION)
+            return _stock(fallback_reasons.EXCEPTION, False)
+        if in_capture:
+            raise error
+        ranks = several_ranks()
+        has_variant = self.graph_variants.has(forward_batch.batch_size) and not (ranks and is_routed_packed)
+        if has_variant and ranks and isinstance(cause, _OF_ONE_RANK):
+            raise error
+        self._counters.fallback(fallback_reasons.EXCEPTION)
+        if has_variant:
+            return _stock(fallback_reasons.EXCEPTION, True)
+        return self._unshared(forward_batch, fallback_reasons.EXCEPTION)
+
+    def forget_steps(self) -> None:
+        """No step continues an earlier one."""
+        if self._packed_steps is not None:
+            self._packed_steps.clear()
 
     def _plan(
         self,
@@ -222,7 +267,7 @@ class StepPlanner:
         reason = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
         if reason is not None:
             return reason
-        planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
+        mode, query_lens = paths.mode, paths.query_lens
         size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
             return fallback_reasons.ROW_MISMATCH
@@ -239,6 +284,18 @@ class StepPlanner:
             self._router.always_stock or (may_route and self._router.decide(paths, host_lens) is Route.STOCK)
         ):
             return None
+        try:
+            return self._planned(paths, forward_batch, host_lens, in_graph, drafts)
+        except Exception as error:
+            raise RoutedPackedError from error
+
+    def _planned(
+        self, paths: StepPaths, forward_batch: Any, host_lens: Int64Array, in_graph: bool, drafts: int | None
+    ) -> PackedStep | str:
+        """The packed step, ready for its layers, or a reason why there is none."""
+        executor = self._executor
+        planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
+        size = forward_batch.batch_size
         try:
             plans = [planner.plan(paths.forest, host_lens, query_lens) for planner in planners]
         except PlanError:  # contradicting input, or no memory for a plan
@@ -270,8 +327,8 @@ class StepPlanner:
         if forward_batch.forward_mode.is_idle():
             return fallback_reasons.IDLE
         layers = self._layers
-        if layers.why_all_stock is not None:
-            return layers.why_all_stock
+        if self.why_all_stock is not None:
+            return self.why_all_stock
         if in_stock_graph:
             return fallback_reasons.GRAPH
         reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)

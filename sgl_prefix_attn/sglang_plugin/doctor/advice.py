@@ -147,6 +147,8 @@ _OTHER_ADVICE: Final[dict[str, str]] = {
     reasons.NO_HOST_LENGTHS: _REPORT,
     reasons.PLAN_REFUSED: _REPORT,
     reasons.HOOK_FAILED: _REPORT,
+    reasons.EXCEPTION: _REPORT,
+    reasons.STOPPED: _REPORT,
     reasons.HYBRID_SWA: "Nothing: the layer is where it belongs.",
     reasons.HEAD_DIM: "Nothing; but on a GPU, for a multiple of 16 up to 256, PREFIXPACK_GPU_KERNELS=triton may help.",
     reasons.KV_SCALES: "Use a checkpoint with one scale for each layer, or 16-bit KV.",

@@ -28,6 +28,8 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         reasons.UNKNOWN_TREE,
         reasons.PLAN_REFUSED,
         reasons.HOOK_FAILED,
+        reasons.EXCEPTION,
+        reasons.STOPPED,
     ),
     "Layers": (
         reasons.HYBRID_SWA,

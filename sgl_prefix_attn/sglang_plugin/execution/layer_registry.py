@@ -85,9 +85,11 @@ class LayerRegistry:
     def scan_model(self) -> None:
         """Examines the layers that the model shows, so that their buffers exist before the first forward."""
         self.scanned = True
-        for layer in attention_layers(getattr(self._runner, "model", None)):
-            self.facts(layer)
-        self._executor.seal()
+        try:
+            for layer in attention_layers(getattr(self._runner, "model", None)):
+                self.facts(layer)
+        finally:
+            self._executor.seal()
         if not self._facts and self._executor.runs_in_graphs and self.why_all_stock is None:
             # Sealed without a shape: no layer that a call shows later gets buffers. Replayed graphs show none.
             self.why_all_stock = fallback_reasons.LATE_LAYER

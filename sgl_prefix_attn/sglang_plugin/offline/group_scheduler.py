@@ -32,6 +32,7 @@ from sgl_prefix_attn.offline.queue_order import (
     Waiting,
 )
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Failures
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,13 @@ class GroupScheduler:
         places: reads the places of requests.
         held_back: how often a request was held back: "prefix" being computed, "memory" reserved for others.
         failures: exceptions of ours; after the first one the queue is SGLang's alone.
+
+    Args:
+        record: exceptions of the process, and what is off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Failures | None = None) -> None:
+        self._record = record or Failures()
         self.places = PlaceReader()
         self.held_back: Counter[str] = Counter()
         self.failures = 0
@@ -96,15 +101,15 @@ class GroupScheduler:
             return
         try:
             self.arrange(policy, waiting_queue)
-        except Exception:  # the one guard of this hook: the scheduler must go on
-            self.failed()
+        except Exception as error:  # the one guard of this hook: the scheduler must go on
+            self.failed(error)
 
     def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND hook on `PrefillAdder.add_one_req`."""
         try:
             waits = self.should_wait(adder, req)
-        except Exception:  # the one guard of the decision
-            self.failed()
+        except Exception as error:  # the one guard of the decision
+            self.failed(error)
             waits = False
         if waits:
             from sglang.srt.managers.schedule_policy import AddReqResult
@@ -113,8 +118,8 @@ class GroupScheduler:
         result = original(adder, req, *args, **kwargs)
         try:
             self.note_admitted(adder, req)
-        except Exception:  # the one guard of the bookkeeping
-            self.failed()
+        except Exception as error:  # the one guard of the bookkeeping
+            self.failed(error)
         return result
 
     def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
@@ -155,10 +160,10 @@ class GroupScheduler:
             self._output_at_start[request] = len(request.output_ids)
             self._order.admitted(request, getattr(request, _PLACE))
 
-    def failed(self) -> None:
-        """Counts an exception, to be called while it is handled; the first is logged, and the hooks end with it."""
-        if not self.failures:
-            logger.exception("prefixpack: group scheduling failed; from now on the queue is SGLang's own")
+    def failed(self, error: Exception) -> None:
+        """Counts an exception; the hooks end with the first."""
+        self._record.failed("group_scheduling", error, "from now on the queue is SGLang's own")
+        self._record.switch_off("group_scheduling", OF_AN_EXCEPTION)
         self.failures += 1
         self._turns.clear()
 

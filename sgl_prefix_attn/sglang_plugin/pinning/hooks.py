@@ -5,7 +5,6 @@ Without pins, and with retention off, every hook returns at once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -21,8 +20,7 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
 from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings, PinningState
-
-logger = logging.getLogger(__name__)
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures, Guard
 
 
 class PinningHooks:
@@ -32,8 +30,8 @@ class PinningHooks:
         state: the managers of the prefix caches that the hooks have seen.
     """
 
-    def __init__(self, settings: PinningSettings) -> None:
-        self.state = PinningState(settings)
+    def __init__(self, settings: PinningSettings, failures: Failures | None = None) -> None:
+        self.state = PinningState(settings, failures or Failures())
         self._unsent: WeakSet[Any] = WeakSet()  # requests of a prefill server whose KV is computed or being sent
         self._scheduler: Any = None  # known once it has run a batch
 
@@ -71,7 +69,7 @@ class PinningHooks:
         if manager is None:
             return original(adder, req, *args, **kwargs)
         result = original(adder, req, *args, **kwargs)
-        try:
+        with Guard(manager.counters, "pins.add_one_req"):
             refused = result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req)
             if refused and self._idle(adder):
                 if self._others_run(adder):
@@ -88,8 +86,6 @@ class PinningHooks:
                 if self.state.sends_kv:
                     self._unsent.add(req)
                 manager.admitted(req, _cached_tokens(req))
-        except Exception:  # the one guard of this hook
-            manager.counters.failed()
         return result
 
     def _idle(self, adder: Any) -> bool:
@@ -112,10 +108,8 @@ class PinningHooks:
         manager = self.state.manager_of(policy.tree_cache)
         if manager is None or manager.retention is None:
             return
-        try:
+        with Guard(manager.counters, "pins.calc_priority"):
             manager.on_queue(waiting_queue)
-        except Exception:  # the one guard of this hook
-            manager.counters.failed()
 
     def after_release_kv(self, result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
@@ -124,10 +118,8 @@ class PinningHooks:
         manager = self.state.manager_of(tree_cache)
         if manager is None or not (manager.retention or manager.pins):
             return
-        try:
+        with Guard(manager.counters, "pins.release_kv"):
             manager.on_request_released(req)
-        except Exception:  # the one guard of this hook
-            manager.counters.failed()
 
     def after_run_batch(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `Scheduler.run_batch`: a scheduler step ended."""
@@ -135,21 +127,17 @@ class PinningHooks:
         if manager is None:
             return
         self._scheduler = scheduler
-        try:
+        with Guard(manager.counters, "pins.run_batch"):
             manager.step()
             state.step_done(scheduler, manager)
-        except Exception:  # the one guard of this hook
-            manager.counters.failed()
 
     def after_flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `Scheduler.flush_cache`: a flush that was done has dropped all locks."""
         manager = self.state.manager_of(scheduler.tree_cache)
         if manager is None or not result:
             return
-        try:
+        with Guard(manager.counters, "pins.flush_cache"):
             manager.flushed()
-        except Exception:  # the one guard of this hook
-            manager.counters.failed()
 
     def around_get_internal_state(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """AROUND hook on `Scheduler.get_internal_state`: carries out pinning commands, adds counters to the state."""
@@ -158,19 +146,17 @@ class PinningHooks:
         if not commands.is_command(request_id):
             result = original(scheduler, recv_req)
             if manager is not None:
-                try:
+                with Guard(manager.counters, "pins.get_internal_state"):
                     result.internal_state["prefixpack_pinning"] = manager.counters.as_dict()
                     state.flush_metrics(manager)
-                except Exception:  # the one guard of the counters: SGLang's answer must arrive
-                    manager.counters.failed()
             return result
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
         try:
             answer = commands.answer(request_id, manager)
         except Exception as error:  # the one guard of this hook: the caller gets an answer
-            if manager is not None:
-                manager.counters.failed()
+            recorder = self.state.failures if manager is None else manager.counters
+            recorder.failed("pins.command", error, "the command is answered with an error")
             answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
         # Answers arrive in any order; the rank tells which copy refused.
         rank = _data_parallel_rank(scheduler)

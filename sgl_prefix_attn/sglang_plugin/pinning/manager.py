@@ -14,6 +14,7 @@ from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters
 from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import PinLocks
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, LockableTree, Namespace
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Guard
 
 _ANNOUNCING = 4096  # waiting requests of which each pass looks for shared prefixes of offline jobs
 
@@ -147,15 +148,13 @@ class PinningManager:
 
     def before_allocation(self, tokens: int) -> None:
         """Sheds pins and evicts, so that an allocation of so many tokens finds them free. Never raises."""
-        try:
+        with Guard(self.counters, "pins.evict", "SGLang evicts in its own order"):
             missing = tokens - self._allocator.available_size()
             if missing > 0:
                 self._check_root()
                 self.make_room(tokens)
                 if self.retention is not None:
                     self.retention.evict(missing)
-        except Exception:  # a guard of the hooks: SGLang evicts in its own order
-            self.counters.failed()
 
     def _check_root(self) -> None:
         root = self._tree.root()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import WITHOUT, Failures
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import Metric, MetricSet
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -24,6 +22,7 @@ class PinningCounters:
         evictions_avoided: tokens that the least-recently-used order would have evicted and retention kept.
         recomputed_tokens: prompt tokens that were computed before and evicted since.
         failures: exceptions in the hooks; SGLang continued without them.
+        record: those of the process, by hook.
     """
 
     pinned_tokens: int = 0
@@ -36,15 +35,15 @@ class PinningCounters:
     evictions_avoided: int = 0
     recomputed_tokens: int = 0
     failures: int = 0
+    record: Failures = field(default_factory=Failures, repr=False, compare=False)
 
-    def failed(self) -> None:
-        """Counts the exception being handled; the first is logged with its traceback."""
-        if self.failures == 0:
-            logger.exception("prefixpack: a pinning hook failed; SGLang continues without it")
+    def failed(self, part: str, error: BaseException, consequence: str = WITHOUT) -> None:
+        """As `Failures.failed`."""
         self.failures += 1
+        self.record.failed(part, error, consequence)
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return {name: value for name, value in vars(self).items() if name != "record"}
 
 
 _METRICS = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import http_routes
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
@@ -48,4 +49,4 @@ def hooks_for(settings: Settings, owner: Owner) -> tuple[Hook, ...]:
     from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
     from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
-    return owner.own(PinningHooks, PinningSettings.of(settings)).table()
+    return owner.own(PinningHooks, PinningSettings.of(settings), owner.own(Failures)).table()

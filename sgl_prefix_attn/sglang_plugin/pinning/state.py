@@ -12,6 +12,7 @@ from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Failures
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,17 @@ class PinningSettings:
 class PinningState:
     """The managers of a process: one per prefix cache, as a rule one in all.
 
+    Args:
+        failures: exceptions of the process, and what is off.
+
     Attributes:
         settings: the settings.
         metrics: None before the first update, and if SGLang exports no metrics.
         sends_kv: whether this is a prefill server of disaggregated serving. Known once there is a manager.
     """
 
-    def __init__(self, settings: PinningSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: PinningSettings, failures: Failures) -> None:
+        self.settings, self.failures = settings, failures
         self.metrics: PinningMetrics | None = None
         self.sends_kv = False
         # By id(cache); the cache is kept alive, so the id stays its own.
@@ -74,8 +78,9 @@ class PinningState:
         if known is None:
             try:
                 manager = self._make(cache)
-            except Exception:  # the one guard of making a manager
-                logger.exception("prefixpack: cannot pin in this prefix cache")
+            except Exception as error:  # the one guard of making a manager
+                self.failures.failed("pins", error)
+                self._off(OF_AN_EXCEPTION)
                 manager = None
             known = self._managers[id(cache)] = (cache, manager)
         return known[1]
@@ -100,11 +105,11 @@ class PinningState:
         self.sends_kv = mode == "prefill"
         if mode == "decode":
             # Its queue admits without the adder that sheds pins, so a request could wait for pinned tokens for ever.
-            logger.warning("prefixpack: no pins and no retention: this is a decode server of disaggregated serving")
+            self._off("this is a decode server of disaggregated serving")
             return None
         tree = lockable_tree(cache)
         if isinstance(tree, Unreadable):
-            logger.warning("prefixpack: cannot pin in this prefix cache: %s", tree.detail)
+            self._off(tree.detail)
             return None
         size = cache.token_to_kv_pool_allocator.size
         budget = size * self.settings.budget_percent // 100
@@ -116,7 +121,7 @@ class PinningState:
             size,
             "on" if self.settings.retention else "off",
         )
-        return PinningManager(
+        manager = PinningManager(
             tree,
             cache,
             budget=budget,
@@ -125,3 +130,13 @@ class PinningState:
             lookahead=self.settings.lookahead,
             block=self.settings.block,
         )
+        manager.counters.record = self.failures
+        return manager
+
+    def _off(self, why: str) -> None:
+        """Logs and records why this process has no pins and no retention."""
+        logger.warning("prefixpack: no pins and no retention: %s", why)
+        if self.settings.budget_percent:
+            self.failures.switch_off("pin_budget_percent", why)
+        if self.settings.retention:
+            self.failures.switch_off("retention", why)

@@ -200,6 +200,12 @@ class BatchTracker:
             return self._no_mirror
         return self._decode_step(batch, self._mirror, drafts) if decode else self._extend_step(batch, self._mirror)
 
+    def forget(self) -> None:
+        """Forgets all batches and nodes: the next step reads its paths from scratch."""
+        self._states.clear()
+        if self._mirror is not None:
+            self._mirror.clear()
+
     def _use_tree(self, tree: Any) -> None:
         reader = reader_for(tree)
         self._tree = tree

@@ -76,8 +76,8 @@ class Handover:
         try:
             if self._one_token.applies(batch):
                 self._one_token.convert(batch, forward_batch)
-        except Exception:  # the guard of the hook bodies: the step stays a prefill
-            self._counters.hook_failed()
+        except Exception as error:  # the step stays a prefill
+            self._counters.failures.failed("one_token_steps", error, "the step runs as a prefill")
         self._counters.host_seconds += time.perf_counter() - start
 
     def read_packable_only(self, why_stock: Callable[[Mode], str | None]) -> None:
@@ -95,8 +95,9 @@ class Handover:
                 # The verify step before may still run, and commit as many tokens as this one at most.
                 lens = versions.committed_lens(batch.reqs) + paths.query_lens
                 handed = handed._replace(seq_lens=torch.from_numpy(lens), bounds=True)
-        except Exception:  # the guard of the hook bodies: the step uses the stock backend
-            self._counters.hook_failed()
+        except Exception as error:  # the step uses the stock backend
+            self._counters.step_failed("request_paths", error)
+            self._tracker.forget()  # it may have been broken off anywhere
             handed = Handed(fallback_reasons.HOOK_FAILED)
         self._counters.host_seconds += time.perf_counter() - start
         return handed

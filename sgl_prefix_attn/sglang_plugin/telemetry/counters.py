@@ -9,8 +9,13 @@ from typing import Any
 
 from sgl_prefix_attn.core.planner import KvTokens, Planner
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 logger = logging.getLogger(__name__)
+
+# Steps in a row that raise an exception of ours before nothing is packed any more.
+MOST_FAILED_STEPS = 8
+_OF_EXCEPTIONS = frozenset({fallback_reasons.EXCEPTION, fallback_reasons.HOOK_FAILED})
 
 
 @dataclass
@@ -32,6 +37,9 @@ class Counters:
             layer that did, and a step of a packed graph that ran without sharing.
         planners: those whose plans are counted.
         plans_kept: steps that ran the plan of an earlier one without asking the planner.
+        failures: exceptions of ours, and features that are off.
+        may_stop: whether exceptions may end packing.
+        stopped: whether they have.
     """
 
     host_seconds: float = 0.0
@@ -48,6 +56,11 @@ class Counters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
+    failures: Failures = field(default_factory=Failures)
+    may_stop: bool = True
+    stopped: bool = False
+    _failed_in_row: int = field(default=0, repr=False)
+    _others_at_failure: int = field(default=-1, repr=False)  # steps without an exception before the last one
 
     def count_planners(self, planners: list[Planner]) -> None:
         """From now on, the totals have the plans of these planners in them."""
@@ -90,11 +103,24 @@ class Counters:
         if fallback_reasons.PLAN_TOO_LARGE not in self.fallbacks:
             logger.warning("prefixpack: %s; this and such steps run without it", message)
 
-    def hook_failed(self) -> None:
-        """Counts an exception of ours, to be called while it is handled; the first one is logged with traceback."""
-        if fallback_reasons.HOOK_FAILED not in self.fallbacks:
-            logger.exception("prefixpack: reading request paths failed; this and such steps use the stock backend")
-        self.fallbacks[fallback_reasons.HOOK_FAILED] += 1
+    def step_failed(self, part: str, error: BaseException, *, counted: bool = False) -> None:
+        """Counts an exception for which a step, or the rest of it, runs on the stock backend.
+
+        Nothing is packed any more after MOST_FAILED_STEPS in a row, if `may_stop`. Other totals tell whether a step
+        went well in between, so that such steps do not pay for it.
+
+        Args:
+            counted: whether the step has been counted as a packed one.
+        """
+        self.failures.failed(part, error, "this step runs on the stock backend")
+        others = sum(self.steps_packed.values()) + self.routed_steps["stock"] - counted
+        others += sum(count for reason, count in self.fallbacks.items() if reason not in _OF_EXCEPTIONS)
+        self._failed_in_row = self._failed_in_row + 1 if others == self._others_at_failure else 1
+        self._others_at_failure = others + counted
+        if self._failed_in_row >= MOST_FAILED_STEPS and self.may_stop and not self.stopped:
+            self.stopped = True
+            self.failures.switch_off("packing", fallback_reasons.STOPPED)
+            logger.error("prefixpack: %s", explained(fallback_reasons.STOPPED))
 
     @property
     def kv_tokens_saved(self) -> int:
@@ -130,6 +156,7 @@ class Counters:
             "arm_step_seconds": dict(self.arm_step_seconds),
             "arm_tokens": dict(self.arm_tokens),
             "fallbacks": dict(self.fallbacks),
+            "failures": dict(self.failures.counts),
         }
 
 

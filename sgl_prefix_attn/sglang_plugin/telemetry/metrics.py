@@ -7,8 +7,9 @@ names start with `sglang:prefixpack_`; the labels are those of SGLang's schedule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Metric:
         name: without PREFIX; a counter's ends with `_total`.
         text: help text.
         kind: counter or gauge.
-        label: name of a label beside those of all metrics; empty: none.
+        label: name of a label beside those of all metrics, or several divided by a space; empty: none.
     """
 
     name: str
@@ -48,14 +49,14 @@ class MetricSet:
     labels: dict[str, str]
     registry: Any = None
     _created: dict[str, Any] = field(default_factory=dict, repr=False)
-    _exported: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+    _exported: dict[tuple[str, Any], float] = field(default_factory=dict, repr=False)
 
-    def update(self, values: dict[str, float | dict[str, float]]) -> None:
+    def update(self, values: dict[str, float | dict[Any, float]]) -> None:
         """Brings metrics up to date.
 
         Args:
             values: by metric name the total of a counter or the value of a gauge; for a metric with a label of its
-                own, these by label value.
+                own, these by label value; by a tuple of values for a metric with several.
         """
         if not self._created:
             self._create()
@@ -63,7 +64,8 @@ class MetricSet:
             value = values.get(metric.name)
             if isinstance(value, dict):
                 for label, one in value.items():
-                    self._set(metric, one, label, **{metric.label: label})
+                    own = label if isinstance(label, tuple) else (label,)
+                    self._set(metric, one, label, **dict(zip(metric.label.split(), own, strict=True)))
             elif value is not None:
                 self._set(metric, value, "")
 
@@ -72,7 +74,7 @@ class MetricSet:
 
         registry = REGISTRY if self.registry is None else self.registry
         for metric in self.metrics:
-            names = [*self.labels, metric.label] if metric.label else list(self.labels)
+            names = [*self.labels, *metric.label.split()]
             if metric.kind == "counter":
                 made: Any = Counter(PREFIX + metric.name, metric.text, names, registry=registry)
             else:
@@ -81,7 +83,7 @@ class MetricSet:
                 )
             self._created[metric.name] = made
 
-    def _set(self, metric: Metric, value: float, key: str, **labels: str) -> None:
+    def _set(self, metric: Metric, value: float, key: Any, **labels: str) -> None:
         if metric.kind == "gauge":
             self._created[metric.name].labels(**self.labels, **labels).set(value)
             return
@@ -123,6 +125,8 @@ METRICS = (
         "KV tokens read by packed steps divided by those of request-wise attention, since the last update.",
         kind="gauge",
     ),
+    Metric("failures_total", "Exceptions of prefixpack, which SGLang did not see, by part.", label="part"),
+    Metric("disabled", "1 for each feature that is off, by its name and why.", "gauge", "feature reason"),
     Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
     Metric("route_policy", "1 for each policy that routes decode or verify steps, by name.", "gauge", "policy"),
 )
@@ -165,14 +169,21 @@ class MetricsExporter:
             labels["dp_rank"] = str(dp_rank)
         return cls(labels)
 
-    def update(self, counters: Counters, wrapped: Sequence[str] = (), policies: Sequence[str] = ()) -> None:
+    def update(
+        self,
+        counters: Counters,
+        wrapped: Sequence[str] = (),
+        policies: Sequence[str] = (),
+        disabled: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Brings the metrics up to date. Takes some microseconds, so it is not called in every step.
 
         Args:
             wrapped: names of the stock backends that run wrapped.
             policies: names of the routing policies in use.
+            disabled: why a feature is off, by its name.
         """
-        values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
+        values: dict[str, float | dict[Any, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
         values["one_token_steps_total"] = dict(counters.one_token_steps)
         values["routed_steps_total"] = dict(counters.routed_steps)
@@ -180,6 +191,8 @@ class MetricsExporter:
         values["arm_step_seconds_total"] = dict(counters.arm_step_seconds)
         values["arm_tokens_total"] = dict(counters.arm_tokens)
         values["fallbacks_total"] = dict(counters.fallbacks)
+        values["failures_total"] = dict(counters.failures.counts)
+        values["disabled"] = dict.fromkeys(disabled.items(), 1.0)
         read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request
         read_before, per_request_before = self._last_read
         if per_request > per_request_before:

@@ -11,7 +11,6 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend.memory_release import after_resume_memory_occupation
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.gpu_fixture import GpuFixture, assert_same, graphs
 
 
@@ -70,7 +69,7 @@ def test_every_backend_of_the_process_is_told(replayed: GpuFixture) -> None:
 def test_a_failure_does_not_reach_sglang(replayed: GpuFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayed.executor, "memory_resumed", lambda: 1 / 0)
     resume()
-    assert replayed.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
+    assert replayed.state.counters.failures.counts == {"memory_release": 1}
 
 
 def test_buffers_are_as_new_at_their_addresses() -> None:

@@ -73,5 +73,6 @@ class TestState:
         fixture = Fixture(PATHS, [30, 27, 25, 9])
         result = SimpleNamespace(internal_state=None)
         server_info.after_get_internal_state(result)
-        assert fixture.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
-        assert "Traceback" in caplog.text
+        server_info.after_on_idle(None)
+        assert fixture.state.counters.failures.counts == {"server_info": 1}
+        assert "server_info failed; the answer lacks our state\nTraceback" in caplog.text

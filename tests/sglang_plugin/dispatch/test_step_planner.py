@@ -39,11 +39,11 @@ class TestKinds:
         fixture = Fixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="stock"))
         assert decide(fixture) == StepDecision(StepKind.STOCK)
 
-    def test_a_failed_hook_was_counted_where_it_failed(self) -> None:
+    def test_a_step_without_paths_for_a_failed_hook_is_a_fallback(self) -> None:
         fixture = Fixture(SHARED, LENGTHS)
         failed = Handed(fallback_reasons.HOOK_FAILED)
         assert decide(fixture, failed) == StepDecision(StepKind.STOCK, fallback_reasons.HOOK_FAILED)
-        assert fixture.fallbacks == {}
+        assert fixture.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
 
     def test_unshared_in_a_packed_graph(self) -> None:
         fixture = GpuFixture(SHARED, LENGTHS, graphs=4, settings=Settings(metrics=False, route="packed"))

@@ -66,10 +66,10 @@ class TestMetrics:
             server_info.after_on_idle(None)
             result: Any = SimpleNamespace(internal_state={})
             server_info.after_get_internal_state(result)
-        assert fixture.state.metrics_failures == 4
+        assert fixture.state.counters.failures.counts == {"metrics": 4}
         assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
         assert caplog.text.count("Traceback") == 1
-        assert "updating the Prometheus metrics failed" in caplog.text
+        assert "prefixpack: metrics failed; they may be wrong from now on" in caplog.text
         assert fixture.fallbacks == {}  # no step left the packed path for it
         fixture.run()
         labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
