@@ -40,7 +40,8 @@ COMMON_MODULES = (
 )
 SERVER_MODULE = "sglang.launch_server"
 MODULES = (  # programs that forks can become
-    SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements", "benchmarks.serving.refused",
+    SERVER_MODULE, "tests.e2e.launchers", "tests.e2e.injected", "tests.pinning.arrangements",
+    "benchmarks.serving.refused",
 )  # fmt: skip
 # Beginnings of variables.
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")

@@ -166,9 +166,9 @@ class PrefixPackBackend(AttentionBackend):
         start = time.perf_counter()
         record, state = self._record, self._state
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
-        # Taken in any case, so that it does not stay for a later forward.
-        handed = self._handover.take(forward_batch)
         try:
+            # Taken in any case, so that it does not stay for a later forward.
+            handed = self._handover.take(forward_batch)
             if in_capture:
                 decision = record.step_planner.decide_capture(handed, forward_batch, last)
             else:

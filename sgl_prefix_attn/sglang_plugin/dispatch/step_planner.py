@@ -327,8 +327,9 @@ class StepPlanner:
         if forward_batch.forward_mode.is_idle():
             return fallback_reasons.IDLE
         layers = self._layers
-        if self.why_all_stock is not None:
-            return self.why_all_stock
+        stock = self.why_all_stock
+        if stock is not None:
+            return stock
         if in_stock_graph:
             return fallback_reasons.GRAPH
         reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)

@@ -1,0 +1,118 @@
+"""Exceptions of ours in the real server: it lives, its tokens are the stock backend's, and metrics tell of each."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from tests.e2e import workloads
+from tests.e2e.conftest import BACKEND, CONTEXT_LENGTH, POOL_TOKENS, state_of, tokens_of
+from tests.e2e.injected import FAULTS, PLACES, Faults
+from tests.routing.profiles import write_profile
+from tests.support import forked_server
+
+pytestmark = pytest.mark.e2e
+
+# Each of its requests ends before the next one is sent, so that all are prefilled again.
+WORKLOADS = (workloads.diverging, workloads.ragged, workloads.refills)
+# Every second step or so is routed to the stock backend.
+COSTS = {"packed": {"launch": 1.0}, "stock": {"longest_request": 3.2}}
+ENDS_WITH = {"shared_prefill", "group_scheduling"}  # features that end with their first exception
+
+
+def started(command, environment, output):
+    return forked_server.start_without_warm_up([*command[:2], "tests.e2e.injected", *command[3:]], environment, output)
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    return Faults.create(tmp_path / "faults")
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path, faults: Faults) -> Iterator[Server]:
+    path = write_profile(tmp_path, **COSTS, kernels="cpu", backend="torch_native")
+    sizes = ("--context-length", str(CONTEXT_LENGTH), forked_server.POOL, str(POOL_TOKENS))
+    environment = {
+        FAULTS: str(tmp_path / "faults"), "PREFIXPACK_ROUTE_PROFILE": str(path), "PREFIXPACK_ROUTE_MARGIN": "0",
+        "PREFIXPACK_GROUP_SCHEDULING": "1", "PREFIXPACK_RETENTION": "reuse", "PREFIXPACK_PIN_BUDGET_PERCENT": "20",
+        "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
+    }  # fmt: skip
+    options = ServerOptions(
+        model=str(model), backend=BACKEND, environment=environment, log_folder=tmp_path, starter=started,
+        extra=(*sizes, *forked_server.MAY_TAKE_ALL, "--max-running-requests", "64", "--enable-metrics",
+               "--enable-mixed-chunk"),
+    )  # fmt: skip
+    with serve(options) as running:
+        yield running
+
+
+def exported(server: Server, metric: str) -> dict[str, float]:
+    """Values of a metric by its last label but those of SGLang."""
+    found = re.findall(rf"^sglang[:_]prefixpack_{metric}\{{(.*)\}} (\S+)$", server.get("/metrics"), re.MULTILINE)
+    return {re.sub(r'(model_name|\w+_rank|pid)="[^"]*",?', "", labels).strip(","): float(n) for labels, n in found}
+
+
+def inject(server: Server, faults: Faults, seed: int, count: int, expected, vocabulary) -> None:
+    """Makes `count` places raise one after the other, up to three times each, while requests run."""
+    draw = random.Random(seed)
+    failures: Counter[str] = Counter()
+    ended: set[str] = set()
+    for place in draw.sample(list(PLACES), count):
+        times, workload = draw.randint(1, 3), draw.choice(WORKLOADS)
+        requests = workload(vocabulary)
+        server.flush_cache()
+        replay(server.url, workloads.level_seeds(requests) or requests[:1])
+        wanted = expected(requests)
+        faults[place] = times
+        for _ in range(2):  # the second time, prompts are cached but for their last token
+            assert tokens_of(replay(server.url, requests)) == wanted, (place, times)
+        server.info()
+        raised, faults[place] = times - faults[place], 0
+        told = Counter(state_of(server)["counters"]["failures"])
+        new, failures = told - failures, told
+        if PLACES[place] <= ended:
+            assert raised == 0, place
+            continue
+        assert set(new) <= PLACES[place], (place, new)
+        assert sum(new.values()) == raised > 0, (place, new, workload)
+        ended |= ENDS_WITH & PLACES[place]
+    assert exported(server, "failures_total") == {f'part="{part}"': n for part, n in failures.items()}
+    state = state_of(server)
+    assert set(state["disabled"]) == ended
+    assert exported(server, "disabled") == {
+        f'feature="{name}",reason="{why}"': 1.0 for name, why in state["disabled"].items()
+    }
+    assert state["counters"]["steps_packed"]["decode"] > 0
+
+
+def test_exceptions_at_five_places_and_then_in_all_steps(server, faults, expected, vocabulary):
+    inject(server, faults, 1, 5, expected, vocabulary)
+    attend = "execution.cpu_executor:CpuExecutor.attend"
+    faults[attend] = 1 << 20
+    requests = workloads.diverging(vocabulary)
+    wanted = expected(requests)
+    for _ in range(2):
+        assert tokens_of(replay(server.url, requests)) == wanted
+    left = faults[attend]
+    packed = state_of(server)["counters"]["steps_packed"]
+    assert tokens_of(replay(server.url, requests)) == wanted
+    state = state_of(server)
+    assert faults[attend] == left, "nothing is packed any more"
+    assert state["counters"]["steps_packed"] == packed
+    assert (state["refused"], state["disabled"]["packing"]) == ("stopped", "stopped")
+    assert exported(server, "disabled")['feature="packing",reason="stopped"'] == 1.0
+    assert exported(server, "fallbacks_total")['reason="stopped"'] > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_exceptions_at_twenty_places(seed, server, faults, expected, vocabulary):
+    inject(server, faults, seed, 20, expected, vocabulary)
