@@ -12,7 +12,6 @@ RUN PREFIXPACK_CUDA=1 python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir 
 FROM ${SGLANG_IMAGE}
 COPY --from=build /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && python3 -m pip install --no-cache-dir "patch-ng>=1.18" \
     && rm -r /wheels \
     && python3 -c "import sgl_prefix_attn._native"
 # Stock backends keep their names and run wrapped; servers that cannot run packed get SGLang's own.

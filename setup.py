@@ -161,12 +161,10 @@ def python_packages() -> list[str]:
 
 
 setup(
-    packages=[*python_packages(), "sgl_prefix_attn.patches"],
-    package_dir={"sgl_prefix_attn.patches": "patches"},
+    packages=python_packages(),
     package_data={
         "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "routing/profiles/*.json"],
         "sgl_prefix_attn.installer": ["*.txt", "sglang_cpu/*", "sglang_cpu/sgl_kernel/*.py"],
-        "sgl_prefix_attn.patches": ["*/*.patch", "*.md"],
     },
     ext_modules=[
         Pybind11Extension(

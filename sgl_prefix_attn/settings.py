@@ -65,12 +65,6 @@ class Settings(BaseModel):
         "backend, and the log says why.",
         json_schema_extra={"accepts": f"true, false, or a list of {', '.join(WRAPPABLE)}"},
     )
-    handover: Literal["auto", "hooks", "patch"] = Field(
-        "auto",
-        description="How request paths reach the backend. hooks: SGLang's plug-in hooks. patch: the native seam of "
-        "`python -m sgl_prefix_attn patch`; not for models with linear or sparse attention layers. auto: the patch "
-        "where it is applied and usable, else hooks.",
-    )
     pack_decode: bool = Field(True, description="Run decode batches packed.")
     pack_extend: Literal["auto"] | bool = Field(
         "auto",

@@ -79,7 +79,7 @@ def test_build_variables_are_not_settings() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("stock_backend", "flash"), ("handover", "magic"), ("pack_decode", "maybe"), ("cpu_threads", "0"),
+        ("stock_backend", "flash"), ("pack_decode", "maybe"), ("cpu_threads", "0"),
         ("workers", "-1"), ("workers", "many"), ("max_tile_rows", "48"), ("max_tile_rows", "256"),
         ("replan_growth", "none"), ("metrics_flush_steps", "1.5"),
     ],

@@ -138,7 +138,6 @@ class ServerState(BaseModel):
 
     version: int
     counters: Counters
-    handover: str
     stock_backend: str
     sglang: str
     shape: dict[str, Any] | None = None

@@ -33,7 +33,7 @@ def render_state(state: ServerState) -> str:
     read, per_request, unique = counters.kv_tokens_read, counters.kv_tokens_per_request, counters.kv_tokens_unique
     steps = sum(counters.steps_packed.values())
     rows = [
-        ("sglang", f"{state.sglang}, hand-over by {state.handover}, stock backend {state.stock_backend}"),
+        ("sglang", f"{state.sglang}, stock backend {state.stock_backend}"),
         ("steps packed", _counts(counters.steps_packed)),
         ("one token", _counts(counters.one_token_steps)),
         ("fallbacks", _counts(counters.fallbacks)),

@@ -21,7 +21,6 @@ from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
-from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverKind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
@@ -31,9 +30,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model; a stock backend that cannot work here; `handover=patch` without the patch, or where
-            the patch does not reach our backend; a draft model whose backend cannot be chosen; or a `route_profile`
-            that is not a profile.
+        ValueError: an MLA model; a stock backend that cannot work here; a draft model whose backend cannot be chosen;
+            or a `route_profile` that is not a profile.
     """
     version = versions.installed_version()
     if runner.use_mla_backend:
@@ -138,15 +136,13 @@ def connect(
     """
     version = versions.installed_version()
     state = plugin_state.of_process(settings, version)
-    handover = state.serve(handover_kind(settings, version, runner), runner)
-    kind = handover.kind
+    handover = state.serve(runner)
     wanted = hook_table.OTHER_HOOKS
-    wanted += hook_table.handover_hooks(state.handover_hooks) if packs and kind == "hooks" else ()
+    wanted += hook_table.handover_hooks(state.handover_hooks) if packs else ()
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-        if packs and runs_one_token_steps(runner, state, kind):
+        if packs and runs_one_token_steps(runner, state):
             handover.run_one_token_steps()
-            wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
         if shares_prefills(runner, state, packs):
             prefills = state.own(SharedPrefill, state.counters)
             prefills.active = True
@@ -170,15 +166,13 @@ def connect(
             version,
             versions.TREE_CORE_VARIABLE,
         )
-    logger.info("prefixpack: stock backend %s, paths through %s, SGLang %s", name, kind, version)
+    logger.info("prefixpack: stock backend %s, SGLang %s", name, version)
     return state, missing
 
 
 def hook_verify_steps(runner: Any, backend: PrefixPackBackend, state: plugin_state.PluginState) -> None:
     """Makes paths reach verify steps that run in graphs, where the backend packs such steps."""
-    if not versions.speculates(runner) or not backend.checks_drafts_in_graphs:
-        return
-    if handover_kind(state.settings, state.sglang_version, runner) == "hooks":
+    if versions.speculates(runner) and backend.checks_drafts_in_graphs:
         log_missing(hooks.ensure_applied(hook_table.verify_hooks(state.handover_hooks)), state)
 
 
@@ -199,19 +193,11 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
         )
 
 
-def runs_one_token_steps(runner: Any, state: plugin_state.PluginState, kind: str) -> bool:
-    """Whether the server runs one-token steps; logs why not, as a warning if they are asked for.
-
-    Args:
-        kind: of the hand-over, see `handover_kind`.
-    """
+def runs_one_token_steps(runner: Any, state: plugin_state.PluginState) -> bool:
+    """Whether the server runs one-token steps; logs why not, as a warning if they are asked for."""
     if not state.settings.one_token_steps:
         return False
-    why_not = _unsupported(one_token.unsupported_server, runner)
-    prefill, decode = versions.backend_names(runner)
-    if why_not is None and kind == "patch" and prefill != decode:
-        why_not = f"prefill_attention_backend={prefill!r}, to which the patch hands the paths of such steps"
-    return _has_effect("one_token_steps", state, why_not)
+    return _has_effect("one_token_steps", state, _unsupported(one_token.unsupported_server, runner))
 
 
 def shares_prefills(runner: Any, state: plugin_state.PluginState, packs: bool) -> bool:
@@ -254,26 +240,3 @@ def masks_images(runner: Any, name: str, settings: Settings) -> bool:
         )
         return False
     return True
-
-
-def handover_kind(settings: Settings, version: str, runner: Any) -> HandoverKind:
-    """How paths reach the backend under these settings, the installed SGLang and the runner's model."""
-    patched = versions.has_native_seam()
-    if settings.handover == "patch" and not patched:
-        raise ValueError(
-            f"handover='patch', but the installed SGLang {version} does not carry the patch; apply it with "
-            "`python -m sgl_prefix_attn patch apply`, or set handover to 'auto' or 'hooks'"
-        )
-    if not patched or settings.handover == "hooks":
-        return "hooks"
-    if settings.handover == "auto" and versions.speculates(runner):
-        return "hooks"  # the patch does not show the batches in which drafts are checked
-    if not versions.has_other_layers(runner):
-        return "patch"
-    if settings.handover == "patch":
-        raise ValueError(
-            "handover='patch', but this model has layers of linear attention or sparse ones as well, and SGLang's "
-            "backend for both kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
-        )
-    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's backend for other layers")
-    return "hooks"

@@ -50,17 +50,10 @@ IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
 
 
 def handover_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
-    """Hooks for servers whose paths do not come through the patch."""
+    """Hooks that hand the paths of steps over."""
     return (
         Hook(targets.FORWARD_BATCH_INIT, hooks.after_forward_batch_init, "AFTER", "no step runs packed"),
         Hook(targets.MODEL_RUNNER_FORWARD, hooks.around_forward, "AROUND", "no step runs packed"),
-    )
-
-
-def one_token_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
-    """Hooks for servers with the setting one_token_steps whose paths come through the patch."""
-    return (
-        Hook(targets.FORWARD_BATCH_INIT, hooks.after_forward_batch_init, "AFTER", "one-token steps run as prefill"),
     )
 
 

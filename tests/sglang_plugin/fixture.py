@@ -157,7 +157,7 @@ class Fixture:
         self.runner = SimpleNamespace(**usual | runner)
         plugin_state.reset()
         self.state = plugin_state.of_process(settings or Settings(metrics=False), "0.5.20")
-        self.state.serve("hooks", self.runner)
+        self.state.serve(self.runner)
         self.state.stock_backend = stock_backend
         self.stock = self.make_stock()
         self.backend = PrefixPackBackend(self.runner, self.stock, self.state, self.make_executor())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,50 +72,6 @@ class TestFactory:
         with pytest.raises(ValueError, match=f"stock_backend='{name}' needs a GPU"):
             create_backend(new_runner(), Settings(stock_backend=name))
 
-    def test_the_patch_is_asked_for_but_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(versions, "has_native_seam", lambda: False)
-        with pytest.raises(ValueError, match=r"handover='patch', but the installed SGLang .* does not carry the patch"):
-            create_backend(new_runner(), Settings(handover="patch"))
-
-    @pytest.mark.parametrize(
-        ("setting", "patched", "kind"),
-        [("auto", False, "hooks"), ("auto", True, "patch"), ("hooks", True, "hooks"), ("hooks", False, "hooks"),
-         ("patch", True, "patch")],
-    )  # fmt: skip
-    def test_how_paths_are_handed_over(self, setting, patched, kind, monkeypatch):
-        monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
-        if setting == "auto":
-            speculates = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
-            assert factory.handover_kind(Settings(), "0.5.20", speculates) == "hooks"
-
-    @pytest.mark.parametrize("layers", ["linear", "sparse"])
-    def test_where_other_layers_hide_what_the_patch_shows_paths_go_through_hooks(self, layers, asked, monkeypatch):
-        """SGLang's backends for several kinds of layers do not pass it on."""
-        from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-
-        # By their source: the kernels of MiniMax of SGLang 0.5.16 and 0.5.17 are refused by a later Triton at import.
-        for name, kind in (("hybrid_linear_attn", "HybridLinear"), ("minimax_sparse", "MiniMaxHybrid")):
-            found = importlib.util.find_spec(f"sglang.srt.layers.attention.{name}_backend")
-            assert found is not None
-            source = Path(str(found.origin)).read_text("utf-8")
-            assert f"class {kind}AttnBackend(" in source
-            assert "prepare_schedule_batch" not in source
-        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
-        runner = new_runner()
-        if layers == "linear":
-            pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
-            pool.__dict__.update(vars(runner.req_to_token_pool))
-            runner.req_to_token_pool = pool
-        else:
-            runner.model_config.hf_config = SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])
-        create_backend(runner, Settings(metrics=False))
-        current = active_state()
-        assert current.handover.kind == "hooks"
-        assert set(factory.hook_table.handover_hooks(current.handover_hooks)) <= set(asked)
-        with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
-            factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
-
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(self, monkeypatch, caplog):
         lost = factory.hook_table.handover_hooks(HandoverHooks())[1].target
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [h for h in wanted if h.target == lost])
@@ -148,17 +102,10 @@ class TestFactory:
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
-    @pytest.mark.parametrize("patched", [False, True])
-    def test_one_token_steps_hook_the_forward_batch_beside_the_patch(self, patched, asked, monkeypatch):
-        monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=False))
-        (hook,) = factory.hook_table.one_token_hooks(HandoverHooks())
-        assert [wanted.target for wanted in asked].count(hook.target) == (0 if patched else 1)
-        assert not active_state().handover.runs_one_token_steps
-        asked.clear()
-        create_backend(self.text_runner(), Settings(metrics=False))
-        assert [wanted.target for wanted in asked].count(hook.target) == 1
-        assert active_state().handover.runs_one_token_steps
+    @pytest.mark.parametrize("wanted", [False, "auto"])
+    def test_one_token_steps_follow_their_setting(self, wanted):
+        create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=wanted))
+        assert active_state().handover.runs_one_token_steps is (wanted == "auto")
 
     @pytest.mark.parametrize("asked_for", ["auto", True])
     def test_one_token_steps_say_where_they_have_no_effect(self, asked_for, caplog):
@@ -168,11 +115,6 @@ class TestFactory:
         said = "one_token_steps has no effect on this server: enable_lora=True"
         (record,) = [record for record in caplog.records if said in record.message]
         assert record.levelname == ("WARNING" if asked_for is True else "INFO")
-
-    def test_one_token_steps_need_their_paths_from_the_patch(self, monkeypatch):
-        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
-        create_backend(self.text_runner(prefill_attention_backend="torch_native"), Settings(metrics=False))
-        assert not active_state().handover.runs_one_token_steps
 
     @staticmethod
     def text_runner(**arguments: Any) -> Any:
@@ -211,7 +153,6 @@ class TestFactory:
         backend.init_forward_metadata_in_graph(step)
         backend.init_forward_metadata_out_graph(step)
         backend.init_forward_metadata(step)
-        backend.prepare_schedule_batch(step)
         assert stock.graph_calls == ["capture", "in graph", "replay"]
         assert stock.metadata_calls == 1
         assert dict(state.counters.fallbacks) == {fallback_reasons.SPECULATIVE: 3}

@@ -142,11 +142,6 @@ class PrefixPackBackend(AttentionBackend):
 
     # Metadata -------------------------------------------------------------------------------------------------------
 
-    def prepare_schedule_batch(self, batch: Any) -> None:
-        """Called once a step by an SGLang with our patch, before it builds the ForwardBatch."""
-        if self._handover.kind == "patch":
-            self._handover.prepare(batch)
-
     def init_forward_metadata(self, forward_batch: Any) -> None:
         step = self._decide(forward_batch, in_graph=False).step
         if step is None:

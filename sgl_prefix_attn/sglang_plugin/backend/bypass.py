@@ -28,7 +28,6 @@ def bypass(backend: Any, stock: Any, counters: Counters, reason: str, step_done:
         method = getattr(stock, name, None)
         if method is not None:
             setattr(backend, name, counted(method, counters, reason, step_done))
-    backend.prepare_schedule_batch = _read_nothing
 
 
 def counted(
@@ -47,7 +46,3 @@ def counted(
         method(forward_batch, *args, **kwargs)
 
     return begin
-
-
-def _read_nothing(batch: Any) -> None:
-    """Instead of reading the paths of a batch."""

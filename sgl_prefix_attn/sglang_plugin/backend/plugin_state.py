@@ -14,7 +14,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks, HandoverKind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
@@ -76,11 +76,11 @@ class PluginState:
     def __post_init__(self) -> None:
         self._owned[Failures] = self.counters.failures
 
-    def serve(self, kind: HandoverKind, runner: Any) -> Handover:
+    def serve(self, runner: Any) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
             self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
-            self.handover = Handover(kind, BatchTracker(versions.microbatches(runner)), self.counters)
+            self.handover = Handover(BatchTracker(versions.microbatches(runner)), self.counters)
             self.handover_hooks.active = self.handover
         return self.handover
 

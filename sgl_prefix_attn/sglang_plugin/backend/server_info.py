@@ -2,7 +2,7 @@
 
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
-    {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
+    {"version": 1, "counters": Counters.as_dict(), "stock_backend": name,
      "refused": why no step runs packed or null (a reason as in `fallbacks`),
      "disabled": {feature: why it is off}, "wrapped": names of the stock backends that run wrapped (wrap mode),
      "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
@@ -59,7 +59,6 @@ def process_state(state: PluginState) -> dict[str, Any]:
     return {
         "version": VERSION,
         "counters": state.counters.as_dict(),
-        "handover": None if state.handover is None else state.handover.kind,
         "stock_backend": state.stock_backend,
         "refused": state.refusal(),
         "wrapped": state.wrapped(),

@@ -67,7 +67,7 @@ def attributes_of(
     return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
 
 
-# Hooks. The first two are not registered where `prepare_schedule_batch` has been patched in.
+# Hooks.
 FORWARD_BATCH_INIT = Target(
     "model_executor.forward_batch_info.ForwardBatch.init_new", Use.HOOK, ("cls", "batch", "model_runner")
 )
@@ -114,9 +114,7 @@ HOOKS = (
     PREPARE_ATTN_MASKS,
 )
 
-# The class that our patch changes, and the method that it adds.
 ATTENTION_BACKEND = Target("layers.attention.base_attn_backend.AttentionBackend", Use.CLASS)
-NATIVE_SEAM = "prepare_schedule_batch"
 
 # Members of ATTENTION_BACKEND that PrefixPackBackend delegates to the stock backend, each after a review that the stock
 # backend's answer is right for ours. A member that is neither defined nor listed fails the contract test.

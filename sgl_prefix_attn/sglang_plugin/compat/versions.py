@@ -59,13 +59,6 @@ def check_supported(version: str, *, allow_untested: bool = False) -> None:
     )
 
 
-def has_native_seam() -> bool:
-    """Whether the installed SGLang hands the schedule batch to attention backends itself (our patch is applied)."""
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-
-    return hasattr(AttentionBackend, targets.NATIVE_SEAM)
-
-
 def server_args() -> Any:
     """The ServerArgs of this scheduler process, or None before SGLang has published them."""
     for module, name in (

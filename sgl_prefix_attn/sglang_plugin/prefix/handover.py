@@ -1,10 +1,8 @@
-"""Carries the paths of a step from the scheduler's batch to the attention backend, in one of two ways.
+"""Carries the paths of a step from the scheduler's batch to the attention backend.
 
-Hooks: `ForwardBatch.init_new` is the last place that sees batch and requests together. What a hook attaches there to
+`ForwardBatch.init_new` is the last place that sees batch and requests together. What a hook attaches there to
 the ForwardBatch reaches `ModelRunner.forward`, but not the backend, because runners build other batch objects from it.
 So a hook on `ModelRunner.forward` makes it the current step while that runs.
-
-Native seam: an SGLang with our patch shows the batch to the backend (`prepare_schedule_batch`); no hooks are needed.
 
 An error in here is counted, and the step uses the stock backend.
 """
@@ -14,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +21,6 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mod
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-
-HandoverKind = Literal["hooks", "patch"]
 
 _ATTRIBUTE = "_prefixpack_handed"
 
@@ -51,8 +47,7 @@ NOTHING = Handed(fallback_reasons.NO_PATHS)
 class Handover:
     """Hand-over from batch to backend in one scheduler process."""
 
-    def __init__(self, kind: HandoverKind, tracker: BatchTracker, counters: Counters) -> None:
-        self.kind = kind
+    def __init__(self, tracker: BatchTracker, counters: Counters) -> None:
         self._tracker = tracker
         self._counters = counters
         self._current: Handed | None = None
@@ -102,21 +97,14 @@ class Handover:
         self._counters.host_seconds += time.perf_counter() - start
         return handed
 
-    def prepare(self, batch: Any) -> None:
-        """Reads the batch of the next forward; called through the native seam."""
-        self._current = self.read(batch)
-
     def take(self, forward_batch: Any) -> Handed:
         """What was handed over for the forward that is being prepared, else NOTHING.
 
-        A batch from the native seam is for one forward only. So a forward without a batch (graph capture, warm-up)
-        never gets the paths of another one. Some of SGLang's speculative workers prepare the backend before they call
-        `ModelRunner.forward`, with the ForwardBatch that has the paths.
+        Some of SGLang's speculative workers prepare the backend before they call `ModelRunner.forward`, with the
+        ForwardBatch that has the paths.
         """
         handed = self._current
-        if self.kind == "patch":
-            self._current = None
-        elif handed is None:
+        if handed is None:
             handed = getattr(forward_batch, _ATTRIBUTE, None)
         return NOTHING if handed is None else handed
 
@@ -152,8 +140,7 @@ class HandoverHooks:
         if model_runner.is_draft_worker:
             return
         active.one_token_step(batch, result)
-        if active.kind == "hooks":
-            setattr(result, _ATTRIBUTE, active.read(batch))
+        setattr(result, _ATTRIBUTE, active.read(batch))
 
     def around_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """AROUND hook on `ModelRunner.forward` and `DecodeCudaGraphRunner.load_batch`."""

@@ -21,7 +21,7 @@ def test_a_record_lives_as_long_as_its_backend() -> None:
     fixture = Fixture(SHARED, LENGTHS)
     second = another(fixture)
     assert list(fixture.state.backends) == [fixture.backend, second]
-    assert fixture.state.serve("hooks", fixture.runner) is fixture.handover  # one for all backends
+    assert fixture.state.serve(fixture.runner) is fixture.handover  # one for all backends
     del second
     gc.collect()
     assert list(fixture.state.backends) == [fixture.backend]

@@ -35,7 +35,6 @@ class TestState:
         told = json.loads(json.dumps(result.internal_state["prefixpack"]))
         ServerState.model_validate(told)
         assert told["version"] == 1
-        assert told["handover"] == "hooks"
         assert told["sglang"] == "0.5.20"
         assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0, "verify": 0}
         assert told["counters"]["fallbacks"] == {fallback_reasons.NO_PATHS: 1}

@@ -22,8 +22,8 @@ from tests.support.wheels import WheelUnavailableError, published_source
 ALL_TARGETS = (*targets.TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS, *OFFLINE_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
-# Members that our backend adds to the base class: what a patched SGLang and our process state call.
-ADDED_MEMBERS = {targets.NATIVE_SEAM, "stop_packing", "token_to_kv_pool"}
+# Members that our backend adds to the base class: what our process state calls.
+ADDED_MEMBERS = {"stop_packing", "token_to_kv_pool"}
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
-from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks, HandoverKind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -40,9 +40,9 @@ class Tracker:
         self.forgotten += 1
 
 
-def started(kind: HandoverKind = "hooks", step: Any = STEP) -> tuple[HandoverHooks, Handover, Counters]:
+def started(step: Any = STEP) -> tuple[HandoverHooks, Handover, Counters]:
     counters, hooks = Counters(), HandoverHooks()
-    hooks.active = Handover(kind, Tracker(step), counters)  # type: ignore[arg-type]
+    hooks.active = Handover(Tracker(step), counters)  # type: ignore[arg-type]
     return hooks, hooks.active, counters
 
 
@@ -130,11 +130,3 @@ class TestHooks:
         assert active.take(NO_BATCH) is NOTHING
         hooks.around_forward(forward, TARGET, forward_batch)
         assert seen == [STEP] * 3
-
-
-class TestNativeSeam:
-    def test_what_was_announced_is_for_one_forward_only(self) -> None:
-        _, active, _ = started("patch")
-        active.prepare(BATCH)
-        assert active.take(NO_BATCH).paths is STEP
-        assert active.take(NO_BATCH) is NOTHING

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks, HandoverKind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, unsupported_server
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
@@ -156,33 +156,27 @@ class TestTracker:
         assert step.mode == "mixed"
 
 
-@pytest.mark.parametrize("kind", ["hooks", "patch"])
 class TestHandover:
-    def start(self, kind: HandoverKind) -> tuple[HandoverHooks, Counters]:
+    def start(self) -> tuple[HandoverHooks, Counters]:
         counters, hooks = Counters(), HandoverHooks()
-        hooks.active = Handover(kind, BatchTracker(), counters)
+        hooks.active = Handover(BatchTracker(), counters)
         hooks.active.run_one_token_steps()
         return hooks, counters
 
-    def test_paths_and_forward_batch_say_decode(self, kind: HandoverKind) -> None:
-        hooks, counters = self.start(kind)
+    def test_paths_and_forward_batch_say_decode(self) -> None:
+        hooks, counters = self.start()
         assert hooks.active is not None
         batch = Rollout().batch(mixed=True)
         forward = forward_batch(batch.forward_mode)
-        if kind == "patch":
-            hooks.active.prepare(batch)
         hooks.after_forward_batch_init(forward, object, batch, TARGET)
         assert forward.forward_mode is ForwardMode.DECODE
         seen: list[Any] = []
-        if kind == "hooks":
-            hooks.around_forward(lambda *args: seen.append(hooks.active.take(forward)), TARGET, forward)
-        else:
-            seen.append(hooks.active.take(forward))
+        hooks.around_forward(lambda *args: seen.append(hooks.active.take(forward)), TARGET, forward)
         assert seen[0].paths.mode == "decode"
         assert counters.one_token_steps["mixed"] == 1
 
-    def test_an_error_leaves_a_prefill_and_is_counted(self, kind: HandoverKind) -> None:
-        hooks, counters = self.start(kind)
+    def test_an_error_leaves_a_prefill_and_is_counted(self) -> None:
+        hooks, counters = self.start()
         batch = Rollout().batch(mixed=True, forward_mode=None)
         forward = forward_batch(ForwardMode.MIXED)
         hooks.after_forward_batch_init(forward, object, batch, TARGET)

@@ -242,7 +242,7 @@ class TestSpeculation:
         batch = scheduler.verify_batch(4)
         exact = batch.seq_lens_cpu
         expected = check(scheduler, tracker, batch)
-        handover = Handover("hooks", BatchTracker(), Counters())
+        handover = Handover(BatchTracker(), Counters())
         batch.seq_lens_cpu = None
         handed = handover.read(batch)
         assert not isinstance(handed.paths, str)
