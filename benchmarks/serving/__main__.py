@@ -241,7 +241,8 @@ def server_options(args: argparse.Namespace, model: str, context: int, backend: 
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     extra += ["--stream-interval", str(args.stream_interval or (16 if device == "cuda" else 1))]
     return ServerOptions(
-        model=model, backend=backend.name, device=device, extra=(*extra, *shlex.split(args.server_args)),
+        model=model, backend=backend.name, device=device,
+        extra=(*extra, *backend.arguments, *shlex.split(args.server_args)),
         environment=backend.environment, start_seconds=args.start_seconds, log_folder=args.logs,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Backends as a user writes them: a name, or prefixpack[key=value,...] for prefixpack with other settings."""
+"""Backends as a user writes them: NAME, prefixpack[key=value,...] with other settings, +mixed with mixed chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from sgl_prefix_attn.settings import SettingsError, load_settings, variable_name
 
 OURS = "prefixpack"
-_ONE = re.compile(r"\s*([\w-]+)\s*(?:\[([^\[\]]*)\])?\s*")
+MIXED = ("--enable-mixed-chunk",)
+_ONE = re.compile(r"\s*([\w-]+)\s*(?:\[([^\[\]]*)\])?\s*(\+mixed)?\s*")
 
 
 class UsageError(Exception):
@@ -17,10 +18,11 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention backend of SGLang and what its server's environment gets in addition."""
+    """An attention backend of SGLang and what its server's environment and arguments get in addition."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 def parse_backends(text: str, option: str) -> dict[str, Backend]:
@@ -37,8 +39,9 @@ def parse_backends(text: str, option: str) -> dict[str, Backend]:
                 f"{option} {text!r}: expected different backends with commas between them, {OURS} perhaps with "
                 f"settings behind it, for example {OURS}[route=packed],{OURS}[route=auto],flashinfer"
             )
-        name, settings = match.groups()
-        found[written.strip()] = Backend(name, {} if settings is None else _environment(name, settings, option))
+        name, settings, mixed = match.groups()
+        environment = {} if settings is None else _environment(name, settings, option)
+        found[written.strip()] = Backend(name, environment, MIXED if mixed else ())
     return found
 
 

@@ -27,8 +27,9 @@ import aiohttp
 from benchmarks.provenance import git_commit
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import UsageError
+from benchmarks.serving.drawn import Rollout, rollout_requests
 from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
-from benchmarks.serving.rollout import CPU_POOL_TOKENS, Rollout, rollout_requests
+from benchmarks.serving.rollout import CPU_POOL_TOKENS
 from benchmarks.serving.workloads import Sizes, make_requests
 from sgl_prefix_attn.abtest import live, recording
 from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client

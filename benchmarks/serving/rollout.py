@@ -4,12 +4,17 @@
         --prompt-tokens 1024 4096 16384 --out build/rollout.json
 
 Groups of --samples requests share a prompt. Prompt lengths are log-normal around --prompt-tokens (sigma 0.3), output
-lengths exponential with mean --output-tokens. More requests wait than --running allows, so the server refills. What
-is measured is a window of --window seconds of the steady state: it begins when as many samples have ended as the
-server runs at a time. Reported are tokens per second in that window, decode step time by number of running requests,
-the share of time in gaps with a prefill step, how often the prompt of a group was computed, tokens a request and step
-(more than 1 with speculation), and packed and stock decode steps. The file is rewritten after every run; --resume skips
-what it has. Without --model a tiny model on the CPU is used, to try the command.
+lengths exponential with mean --output-tokens. --workload has others (`drawn`). More requests wait than --running
+allows, so the server refills. Each of --seeds draws is sent to each server, after a warm-up and with an empty cache.
+
+Reported are output tokens per second of the whole run, from the first request to the last answer, and of its steady
+state: from when as many samples have ended as the server runs at a time until that many are left. With --window S a run
+ends after S seconds of the steady state. Beside them: decode step time by number of running requests, the share of time
+in gaps with a prefill step, how often the prompt of a group was computed, tokens a request and step (more than 1 with
+speculation), decode steps by route, fallbacks by reason, and about how long each took: /server_info is read every two
+seconds, and the seconds between are shared out by steps. The file is rewritten after every run; --resume skips what it
+has. A backend with +mixed behind it has mixed chunk: 'prefixpack+mixed,fa3,fa3+mixed'. Without --model a tiny model on
+the CPU is used, to try the command.
 
 Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 makes SGLang accept so many tokens a step:
 
@@ -21,192 +26,35 @@ Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 mak
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shlex
+import statistics
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from benchmarks.provenance import git_commit
-from benchmarks.serving import kernel_profile
 from benchmarks.serving.__main__ import model_of
-from benchmarks.serving.backends import Backend, UsageError, parse_backends
-from benchmarks.serving.measure import growth
+from benchmarks.serving.backends import OURS, Backend, UsageError, parse_backends
+from benchmarks.serving.drawn import WORKLOADS, Rollout, drawn_requests
 from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
-from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT, read_steps, summary
+from benchmarks.serving.rollout_run import measure
+from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT
 from sgl_prefix_attn.calibration.report import table_lines
-from sgl_prefix_attn.demo.client import Answer, RequestError, Sample, replay
-from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
+from sgl_prefix_attn.demo.client import RequestError
+from sgl_prefix_attn.demo.server import ServerError, ServerOptions, serve
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 Arguments = Sequence[str] | None
-PROMPT_SIGMA = 0.3
-FEWEST_TOKENS = 8
 CPU_POOL_TOKENS = 16384
-PROFILE_SECONDS = 3.0  # requests go on for so long after the window
-TRACE_SECONDS = 60.0  # until the trace is written
-
-
-class WindowOver(Exception):  # noqa: N818
-    """The measured window has ended; open requests are dropped."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """Sizes of a rollout; the distribution of lengths is in `rollout_requests`.
-
-    Attributes:
-        groups: prompts.
-        samples: requests per prompt.
-        prompt_tokens: median prompt length.
-        output_tokens: mean output length.
-        longest: tokens a request may have, prompt and output together.
-    """
-
-    groups: int
-    samples: int
-    prompt_tokens: int
-    output_tokens: int
-    longest: int
-    seed: int
-
-
-def rollout_requests(rollout: Rollout, vocabulary: Vocabulary) -> list[Request]:
-    """Requests in the order in which a launcher sends them: the samples of a prompt follow each other.
-
-    Raises:
-        ValueError: the longest request leaves no room for an output.
-    """
-    if rollout.longest < 4 * FEWEST_TOKENS:
-        raise ValueError(f"a request may have {rollout.longest} tokens; {4 * FEWEST_TOKENS} are needed at least")
-    rng = np.random.default_rng((rollout.seed, rollout.prompt_tokens, rollout.output_tokens))
-    requests = []
-    for group in range(rollout.groups):
-        drawn = rollout.prompt_tokens * np.exp(PROMPT_SIGMA * rng.standard_normal())
-        length = int(np.clip(round(drawn), FEWEST_TOKENS, rollout.longest // 2))
-        prompt = vocabulary.tokens(length, rollout.seed, group)
-        outputs = np.clip(
-            rng.exponential(rollout.output_tokens, rollout.samples), FEWEST_TOKENS, rollout.longest - length
-        )
-        requests += [
-            Request(f"group-{group}-{sample}", prompt, int(output)) for sample, output in enumerate(outputs.tolist())
-        ]
-    return requests
-
-
-@dataclasses.dataclass
-class Window:
-    """Counts tokens of the steady state.
-
-    Attributes:
-        begin_after: ended samples with which the window begins.
-        seconds: its length.
-        tail_seconds: how long requests go on after it, for the profile.
-        prompt_tokens, computed_tokens: of the requests that ended since the window began.
-    """
-
-    begin_after: int
-    seconds: float
-    tail_seconds: float = 0.0
-    ended: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    begun: float | None = None
-    over: float | None = None
-    begun_wall: float = 0.0
-    _seen: dict[int, int] = dataclasses.field(default_factory=dict)
-    _kept: list[Sample] = dataclasses.field(default_factory=list)
-
-    def on_answer(self, answer: Answer) -> None:
-        self.ended += len(answer.samples)
-        if self.begun is None and self.ended >= self.begin_after:
-            self.begun, self.begun_wall = time.perf_counter(), time.time()
-        if self.begun is not None:
-            self.prompt_tokens += len(answer.request.prompt) * len(answer.samples)
-            self.computed_tokens += sum(len(answer.request.prompt) - sample.cached_tokens for sample in answer.samples)
-
-    def on_token(self, request: Request, sample: Sample) -> None:
-        if id(sample) not in self._seen:
-            self._kept.append(sample)  # so that no later sample gets its id
-        grown = len(sample.tokens) - self._seen.get(id(sample), 0)
-        self._seen[id(sample)] = len(sample.tokens)
-        if self.begun is None:
-            return
-        now = time.perf_counter()
-        if self.over is None:
-            self.tokens += grown
-            if now - self.begun >= self.seconds:
-                self.over = now
-        if self.over is not None and now - self.over >= self.tail_seconds:
-            raise WindowOver
-
-    @property
-    def measured_seconds(self) -> float:
-        assert self.begun is not None
-        return (self.over or time.perf_counter()) - self.begun
-
-
-def measure(server: Server, requests: Sequence[Request], running: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One window on one server.
-
-    Raises:
-        RequestError: the requests ended before the window did; more groups are needed.
-    """
-    server.flush_cache()
-    tail = PROFILE_SECONDS if args.profile_steps else 0.0
-    window = Window(begin_after=min(running, len(requests) // 3), seconds=args.window, tail_seconds=tail)
-    before = server.packing_state()
-    begun = time.perf_counter()
-    traces = args.logs / f"trace-{server.process.pid}-{len(requests[0].prompt)}"
-    profiler = threading.Thread(target=profile_after, args=(window, server, traces, args.profile_steps), daemon=True)
-    if args.profile_steps:
-        profiler.start()
-    try:
-        replay(server.url, requests, on_answer=window.on_answer, on_token=window.on_token, timeout_seconds=args.limit)
-    except WindowOver:
-        pass
-    except aiohttp.ClientError:
-        if window.over is None:  # later: the profiler took the server down, the window stands
-            raise
-    else:
-        raise RequestError(f"all {len(requests)} requests ended before the window of {args.window:g} s; raise --groups")
-    after = server.packing_state()
-    server.post("/abort_request", {"abort_all": True})
-    end = window.begun_wall + window.measured_seconds
-    steps = [
-        s for s in read_steps(server.log_text().splitlines()) if window.begun_wall <= s.end - s.seconds and s.end <= end
-    ]
-    grown = growth(before["counters"], after["counters"]) if before and after else {}
-    trace = kernel_profile.wait_for_trace(traces, TRACE_SECONDS) if args.profile_steps else None
-    return {
-        "profile": None if trace is None else kernel_profile.read_trace(trace, args.profile_steps),
-        "tokens_per_second": round(window.tokens / window.measured_seconds, 1),
-        "window_seconds": round(window.measured_seconds, 2),
-        "seconds": round(time.perf_counter() - begun, 1),
-        "ended_samples": window.ended,
-        "prompts_computed": round(args.samples * window.computed_tokens / max(1, window.prompt_tokens), 2),
-        "steps": summary(steps),
-        "routed_steps": grown.get("routed_steps", {}),
-        "steps_packed": grown.get("steps_packed", {}),
-        "fallbacks": grown.get("fallbacks", {}),
-    }
-
-
-def profile_after(window: Window, server: Server, traces: Path, steps: int) -> None:
-    """Traces some steps once the window is over, while requests still run."""
-    while window.over is None:
-        time.sleep(0.05)
-    kernel_profile.start(server, traces, steps)
+MEASURES = ("whole_tokens_per_second", "tokens_per_second")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,11 +66,16 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--backends", metavar="A,B,...", help="prefixpack,fa3,flashinfer; CPU: prefixpack,torch_native")
     result.add_argument("--output-tokens", type=int, default=700, metavar="N", help="mean (700)")
     result.add_argument("--groups", type=int, default=256, metavar="N", help="prompts (256)")
-    result.add_argument("--window", type=float, default=30.0, metavar="S", help="seconds measured per run (30)")
+    result.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["rollout"], help="default: rollout")
+    result.add_argument("--seeds", type=int, default=1, metavar="N", help="draws that each server gets (1)")
+    result.add_argument(
+        "--reasoning-tokens", type=int, default=6144, metavar="N", help="mean output of reasoning (6144)"
+    )
+    result.add_argument("--window", type=float, metavar="S", help="end a run after S seconds of its steady state")
     result.add_argument(
         "--profile-steps", type=int, default=0, metavar="N", help="steps to trace after the window (0: none)"
     )
-    result.add_argument("--limit", type=float, default=90.0, metavar="S", help="seconds a run may take (90)")
+    result.add_argument("--limit", type=float, default=180.0, metavar="S", help="seconds a run may take (180)")
     result.add_argument(
         "--seconds", type=float, default=570.0, metavar="S", help="start no server later than this (570)"
     )
@@ -259,8 +112,10 @@ def server_options(args: argparse.Namespace, model: str, backend: Backend) -> Se
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     extra += ["--stream-interval", "16" if device == "cuda" else "1"]
     return ServerOptions(
-        model=model, backend=backend.name, device=device, extra=(*extra, *shlex.split(args.server_args)),
-        environment={**backend.environment, **LOG_ENVIRONMENT}, start_seconds=args.start_seconds, log_folder=args.logs,
+        model=model, backend=backend.name, device=device,
+        extra=(*extra, *backend.arguments, *shlex.split(args.server_args)),
+        environment={**backend.environment, **LOG_ENVIRONMENT}, start_seconds=args.start_seconds,
+        log_folder=args.logs,
     )  # fmt: skip
 
 
@@ -276,34 +131,48 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{least}, not {context}; raise --context-length")
     results = opened(args)
     deadline = time.monotonic() + args.seconds
+    draws = [
+        {"seed": seed, "workload": workload, "prompt_tokens": tokens}
+        for seed in range(results["seed"], results["seed"] + args.seeds)
+        for workload in args.workload
+        for tokens in (args.prompt_tokens if workload == "rollout" else [None])
+    ]
     for name, backend in backends.items():
-        left = [n for n in args.prompt_tokens if not has_run(results, name, n)]
+        left = [draw for draw in draws if not has_run(results, backend=name, **draw)]
         if not left or time.monotonic() > deadline:
             continue
         print(f"{name}: starting the server", file=sys.stderr, flush=True)
         try:
             with serve(server_options(args, model, backend)) as server:
-                for prompt_tokens in left:
+                for draw in left:
                     if time.monotonic() > deadline:
                         break
-                    sizes = Rollout(
-                        args.groups, args.samples, prompt_tokens, args.output_tokens, context, results["seed"]
-                    )
-                    row = measure(server, rollout_requests(sizes, vocabulary), args.running, args)
-                    results["runs"].append({"backend": name, "prompt_tokens": prompt_tokens, **row})
+                    row = measure(server, requests_of(draw, args, vocabulary, context), args.running, args)
+                    results["runs"].append({"backend": name, **draw, **row})
                     write(args.out, results)
-                    print(
-                        f"{name}, prompts of {prompt_tokens}: {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr
-                    )
+                    speeds = f"{row['whole_tokens_per_second']} tokens/s whole, {row['tokens_per_second']} steady"
+                    print(f"{name}, {title_of(draw)}: {speeds}, {row['seconds']} s", file=sys.stderr, flush=True)
         except (ServerError, RequestError, aiohttp.ClientError, TimeoutError) as error:
             results["failures"][name] = f"{type(error).__name__}: {error}"
             write(args.out, results)
             print(f"{name}: {error}", file=sys.stderr)
     print(table(results))
-    missing = [(name, n) for name in backends for n in args.prompt_tokens if not has_run(results, name, n)]
+    missing = [(name, draw) for name in backends for draw in draws if not has_run(results, backend=name, **draw)]
     if missing:
         print(f"{len(missing)} runs are missing; go on with --resume", file=sys.stderr)
     return 1 if missing else 0
+
+
+def requests_of(draw: dict[str, Any], args: argparse.Namespace, vocabulary: Vocabulary, context: int) -> list[Request]:
+    output = args.reasoning_tokens if draw["workload"] == "reasoning" else args.output_tokens
+    prompt = draw["prompt_tokens"] or 0
+    sizes = Rollout(args.groups, args.samples, prompt, output, context, draw["seed"])
+    return drawn_requests(draw["workload"], sizes, vocabulary)
+
+
+def title_of(row: dict[str, Any]) -> str:
+    workload = row.get("workload", "rollout")
+    return f"{workload} of {row['prompt_tokens']}" if row["prompt_tokens"] else workload
 
 
 def opened(args: argparse.Namespace) -> dict[str, Any]:
@@ -325,8 +194,8 @@ def opened(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def has_run(results: dict[str, Any], backend: str, prompt_tokens: int) -> bool:
-    return any(row["backend"] == backend and row["prompt_tokens"] == prompt_tokens for row in results["runs"])
+def has_run(results: dict[str, Any], **fields: Any) -> bool:
+    return any(all(row[name] == value for name, value in fields.items()) for row in results["runs"])
 
 
 def write(path: Path | None, results: dict[str, Any]) -> None:
@@ -339,22 +208,45 @@ def write(path: Path | None, results: dict[str, Any]) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    columns = ("prompt", "backend", "tokens/s", "of the best other", "a step", "time with prefill", "steps packed")
-    rows = [columns]
-    for prompt_tokens in dict.fromkeys(row["prompt_tokens"] for row in results["runs"]):
-        runs = [row for row in results["runs"] if row["prompt_tokens"] == prompt_tokens]
-        for row in runs:
-            others = [other["tokens_per_second"] for other in runs if other is not row]
-            share, accepted = row["steps"]["share_of_time_with_prefill"], row["steps"].get("accepted_tokens")
-            routed = row["routed_steps"]
-            rows.append((
-                str(prompt_tokens), row["backend"], f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / max(others):.2f}" if others else "",
-                "" if accepted is None else f"{accepted:.2f}",
-                "" if share is None else f"{share:.0%}",
-                f"{routed.get('packed', 0)} of {sum(routed.values())}" if routed else "",
-            ))  # fmt: skip
-    return "\n".join(table_lines(rows)) if len(rows) > 1 else "nothing was measured"
+    """Medians over the seeds, with the lowest and highest; ratios are of the same seed."""
+    columns = ("workload", "backend", "tokens/s", "of the best stock", "steady", "of the best stock", "stock steps")
+    lines = [columns]
+    for title in dict.fromkeys(map(title_of, results["runs"])):
+        runs = [row for row in results["runs"] if title_of(row) == title]
+        for name in dict.fromkeys(row["backend"] for row in runs):
+            own = [row for row in runs if row["backend"] == name]
+            routed = Counter[str]()
+            for row in own:
+                routed.update(row["routed_steps"])
+            cells = [cell for measure in MEASURES for cell in cells_of(measure, own, runs)]
+            stock = f"{routed['stock']} of {sum(routed.values())}" if routed else ""
+            lines.append((title, name, *cells, stock))
+    return "\n".join(table_lines(lines)) if len(lines) > 1 else "nothing was measured"
+
+
+def cells_of(measure: str, own: list[dict[str, Any]], runs: list[dict[str, Any]]) -> tuple[str, str]:
+    """Speed of a backend's runs, and how many times the best stock backend's of the same seed it is."""
+    speeds, ratios = [], []
+    for row in own:
+        if (speed := row[measure]) is None:
+            continue
+        speeds.append(speed)
+        stock = [
+            other[measure]
+            for other in runs
+            if other["seed"] == row["seed"] and not other["backend"].startswith(OURS) and other[measure]
+        ]
+        if stock:
+            ratios.append(speed / max(stock))
+    return ranged(speeds, "{:.0f}"), ranged(ratios, "{:.2f}")
+
+
+def ranged(values: Sequence[float], form: str) -> str:
+    """Median and range."""
+    if len(values) < 2:
+        return form.format(*values) if values else ""
+    middle, low, high = (form.format(of(values)) for of in (statistics.median, min, max))
+    return f"{middle} ({low} to {high})"
 
 
 def exit_status(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Arguments) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.serving import rollout
 from benchmarks.serving.backends import UsageError
-from benchmarks.serving.rollout import Window, WindowOver
+from benchmarks.serving.rollout_run import Window, WindowOver
 from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.workload import Request
@@ -17,7 +17,7 @@ from sgl_prefix_attn.demo.workload import Request
 
 def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
     request = Request("r", (1,), 4)
-    window = Window(begin_after=1, seconds=0.0)
+    window = Window(begin_after=1, end_after=9, seconds=0.0)
     sample = Sample("id", [1, 2], 0, 0, "", 0.0, 0.0)
     window.on_token(request, sample)
     assert window.tokens == 0, "tokens before the window do not count"
