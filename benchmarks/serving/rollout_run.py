@@ -130,9 +130,11 @@ class Reader:
 
 def by_route(grown: dict[str, Any]) -> dict[str, int]:
     """Steps of a run by where they went and why."""
+    routed, packed = grown.get("routed_steps", {}), grown.get("steps_packed", {})
+    unrouted = {**packed, "decode": max(0, packed.get("decode", 0) - routed.get("packed", 0))}
     return {
-        **{f"routed {name}": count for name, count in grown.get("routed_steps", {}).items()},
-        **{f"packed {name}": n for name, n in grown.get("steps_packed", {}).items() if name != "decode"},
+        **{f"routed {name}": count for name, count in routed.items()},
+        **{f"packed {name}": count for name, count in unrouted.items() if count},
         **{f"fallback {name}": count for name, count in grown.get("fallbacks", {}).items()},
     }
 

@@ -9,10 +9,11 @@ import pytest
 
 from benchmarks.serving import rollout
 from benchmarks.serving.backends import UsageError
-from benchmarks.serving.rollout_run import Window, WindowOver
+from benchmarks.serving.drawn import WORKLOADS, Rollout, drawn_requests
+from benchmarks.serving.rollout_run import Window, WindowOver, by_route
 from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.workload import Request
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 
 def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
@@ -26,6 +27,38 @@ def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
     with pytest.raises(WindowOver):
         window.on_token(request, sample)
     assert window.tokens == 3
+
+
+def test_a_whole_run_goes_on_after_its_steady_state() -> None:
+    request, sample = Request("r", (1,), 4), Sample("id", [1], 0, 0, "", 0.0, 0.0)
+    window = Window(begin_after=1, end_after=2, seconds=None)
+    window.on_answer(Answer(request, (sample,)))
+    window.on_token(request, sample)
+    window.on_answer(Answer(request, (sample,)))
+    assert window.over is not None
+    sample.tokens = [1, 2, 3]
+    window.on_token(request, sample)
+    assert window.tokens == 1
+
+
+def test_every_step_has_one_route() -> None:
+    grown = {
+        "routed_steps": {"packed": 3, "stock": 2},
+        "steps_packed": {"decode": 4, "mixed": 1},
+        "fallbacks": {"x": 1},
+    }
+    wanted = {"routed packed": 3, "routed stock": 2, "packed decode": 1, "packed mixed": 1, "fallback x": 1}
+    assert by_route(grown) == wanted
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_draws_share_prompts_and_fit_the_context(workload: str) -> None:
+    sizes = Rollout(6, 4, 512, 700, 131072, seed=3)
+    requests = drawn_requests(workload, sizes, Vocabulary(10, 1000))
+    assert requests == drawn_requests(workload, sizes, Vocabulary(10, 1000))
+    assert all(len(request.prompt) + request.max_new_tokens <= sizes.longest for request in requests)
+    groups = {request.name.rpartition("-")[0] for request in requests}
+    assert len({request.prompt[:100] for request in requests}) == len(groups) < len(requests)
 
 
 def test_accepted_tokens_are_a_mean_over_requests() -> None:
