@@ -1,7 +1,8 @@
-"""Sends bodies that no honest client sends to every endpoint of ours, until its standard input ends.
+"""Sends bodies that no honest client sends to every endpoint of ours, until its standard input has a line.
 
-    python -m tests.e2e.hostile HOST PORT
+    python -m tests.e2e.hostile HOST PORT BYTES
 
+BYTES: what the server reads of a body about pins.
 Prints JSON: for each body the HTTP statuses of its answers. It runs beside the clients that are measured, in a process
 of its own with the lowest priority.
 """
