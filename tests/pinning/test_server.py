@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 POOL = 2048
 PINS = "/prefixpack/pins"
+LABELS = ("--extra-metric-labels", '{"cluster": "east"}')
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = WordServer(
         model=str(word_model(tmp_path_factory.mktemp("model") / "words")),
         backend="torch_native",
-        extra=("--context-length", "2048", "--max-total-tokens", str(POOL), "--enable-metrics"),
+        extra=("--context-length", "2048", "--max-total-tokens", str(POOL), "--enable-metrics", *LABELS),
         environment={
             "PREFIXPACK_PIN_BUDGET_PERCENT": "100",
             "PREFIXPACK_RETENTION": "reuse",
-            "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
         },
         log_folder=tmp_path_factory.mktemp("pins"),
         starter=forked_server.start_without_warm_up,
@@ -94,6 +94,25 @@ def test_a_prefix_is_pinned_listed_kept_and_released(server: Server) -> None:
     assert "sglang:prefixpack_pinned_tokens{" in server.get("/metrics")
     status, answer = ask(server, "DELETE", {"token_ids": system})
     assert (status, answer["schedulers"][0]["released"], pins(server)) == (200, [pin["id"]], [])
+
+
+def test_metrics_show_pins_at_once_with_the_labels_of_sglangs(server: Server) -> None:
+    """An update after so many steps would come when the next requests run."""
+
+    def metric(name: str) -> tuple[dict[str, str], float]:
+        ((labels, value),) = re.findall(rf"^sglang:{name}{{(.*)}} (\S+)$", server.get("/metrics"), re.MULTILINE)
+        return dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)
+
+    for first in range(3):
+        assert ask(server, "POST", {"token_ids": prompt(first, 100)})[0] == 200
+    labels, made = metric("prefixpack_pins")
+    assert made == 3
+    assert metric("prefixpack_pinned_tokens")[1] == 300
+    assert labels == metric("num_running_reqs")[0]
+    assert labels["cluster"] == "east"
+    for first in range(3):
+        assert ask(server, "DELETE", {"token_ids": prompt(first, 100)})[0] == 200
+    assert metric("prefixpack_pins")[1] == 0
 
 
 def test_the_examples_of_the_pages(server: Server, tmp_path: Path) -> None:

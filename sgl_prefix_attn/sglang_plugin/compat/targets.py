@@ -332,6 +332,7 @@ _ARGUMENTS = (
         "admin_api_key api_key attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode "
         "dllm_algorithm dp_size enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache "
         "enable_lora enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap "
+        "extra_metric_labels "
         "model_path pp_async_batch_depth pp_size radix_cache_backend served_model_name speculative_algorithm tp_size",
         until="0.5.19",
     ),
@@ -360,7 +361,9 @@ _ARGUMENTS = (
     *attributes_of(f"{_FIELDS}.spec.Spec", "speculative_algorithm", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
     *attributes_of(
-        f"{_FIELDS}.observability.Observability", "enable_metrics enable_metrics_for_all_schedulers", since="0.5.20"
+        f"{_FIELDS}.observability.Observability",
+        "enable_metrics enable_metrics_for_all_schedulers extra_metric_labels",
+        since="0.5.20",
     ),
     *attributes_of(f"{_FIELDS}.schedule.Schedule", "chunked_prefill_size", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.serving.Serving", "served_model_name", since="0.5.20"),

@@ -17,8 +17,9 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
     RELEASE_KV,
     RUN_BATCH,
 )
-from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE
+from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE, ON_IDLE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings, PinningState
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures, Guard
 
@@ -131,6 +132,14 @@ class PinningHooks:
             manager.step()
             state.step_done(scheduler, manager)
 
+    def after_on_idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `Scheduler.on_idle`: updates the metrics."""
+        manager = self.state.manager_of(scheduler.tree_cache)
+        if manager is None:
+            return
+        with Guard(manager.counters, "pins.on_idle"):
+            self.state.idle(scheduler, manager)
+
     def after_flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `Scheduler.flush_cache`: a flush that was done has dropped all locks."""
         manager = self.state.manager_of(scheduler.tree_cache)
@@ -138,6 +147,7 @@ class PinningHooks:
             return
         with Guard(manager.counters, "pins.flush_cache"):
             manager.flushed()
+            self._pins_changed(scheduler, manager)
 
     def around_get_internal_state(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         """AROUND hook on `Scheduler.get_internal_state`: carries out pinning commands, adds counters to the state."""
@@ -148,12 +158,14 @@ class PinningHooks:
             if manager is not None:
                 with Guard(manager.counters, "pins.get_internal_state"):
                     result.internal_state["prefixpack_pinning"] = manager.counters.as_dict()
-                    state.flush_metrics(manager)
+                    state.flush_metrics(scheduler, manager)
             return result
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
         try:
             answer = commands.answer(request_id, manager)
+            if manager is not None:
+                self._pins_changed(scheduler, manager)
         except Exception as error:  # the one guard of this hook: the caller gets an answer
             recorder = self.state.failures if manager is None else manager.counters
             recorder.failed("pins.command", error, "the command is answered with an error")
@@ -164,6 +176,13 @@ class PinningHooks:
             answer[commands.COPY_KEY] = rank
         return GetInternalStateReqOutput(internal_state={commands.ANSWER_KEY: answer})
 
+    def _pins_changed(self, scheduler: Any, manager: PinningManager) -> None:
+        """Updates the metrics at once. Whatever they do, the command was carried out."""
+        try:
+            self.state.flush_metrics(scheduler, manager)
+        except Exception:  # the one guard of the metrics
+            manager.counters.failed()
+
     def table(self) -> tuple[Hook, ...]:
         """The hooks for the installed SGLang."""
         hooks = (
@@ -172,6 +191,7 @@ class PinningHooks:
             Hook(CALC_PRIORITY, self.after_calc_priority, "AFTER", "retention ignores the waiting queue"),
             Hook(RELEASE_KV, self.after_release_kv, "AFTER", "retention does not learn what is cached"),
             Hook(RUN_BATCH, self.after_run_batch, "AFTER", "pins do not expire"),
+            Hook(ON_IDLE, self.after_on_idle, "AFTER", "metrics of pins lag by some steps while the server is idle"),
             Hook(FLUSH, self.after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
             Hook(INTERNAL_STATE, self.around_get_internal_state, "AROUND", "pinning commands get no answer"),
         )

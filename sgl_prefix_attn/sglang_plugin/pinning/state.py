@@ -28,7 +28,8 @@ class PinningSettings:
         jobs: whether requests may announce the shared prefixes of their offline job to retention.
         lookahead: waiting requests that retention counts.
         block: tokens per prefix key of retention.
-        flush_steps: scheduler steps between two updates of the metrics.
+        flush_steps: scheduler steps between two updates of the metrics; they are updated when a pin changes too.
+        metrics: whether there are any.
     """
 
     budget_percent: int = 0
@@ -37,6 +38,7 @@ class PinningSettings:
     lookahead: int = 1024
     block: int = 64
     flush_steps: int = 32
+    metrics: bool = True
 
     @classmethod
     def of(cls, settings: Settings) -> PinningSettings:
@@ -47,6 +49,7 @@ class PinningSettings:
             lookahead=settings.retention_lookahead,
             block=settings.retention_block,
             flush_steps=settings.metrics_flush_steps,
+            metrics=settings.metrics,
         )
 
 
@@ -89,14 +92,19 @@ class PinningState:
         """Updates the metrics every `flush_steps` steps."""
         self._steps += 1
         if self._steps >= self.settings.flush_steps:
-            self._steps = 0
-            if self.metrics is None:
-                exporter = MetricsExporter.for_runner(scheduler.tp_worker.model_runner)
-                self.metrics = None if exporter is None else PinningMetrics(exporter.labels)
-            self.flush_metrics(manager)
+            self.flush_metrics(scheduler, manager)
 
-    def flush_metrics(self, manager: PinningManager) -> None:
-        """Updates the metrics if they have been created."""
+    def idle(self, scheduler: Any, manager: PinningManager) -> None:
+        """Updates the metrics if a step ran since the last time: it may be the last one for long."""
+        if self._steps:
+            self.flush_metrics(scheduler, manager)
+
+    def flush_metrics(self, scheduler: Any, manager: PinningManager) -> None:
+        """Updates the metrics; the first call makes them, where SGLang and the settings want any."""
+        self._steps = 0
+        if self.metrics is None and self.settings.metrics:
+            exporter = MetricsExporter.for_runner(scheduler.tp_worker.model_runner)
+            self.metrics = None if exporter is None else PinningMetrics(exporter.labels)
         if self.metrics is not None:
             self.metrics.update(manager.counters)
 

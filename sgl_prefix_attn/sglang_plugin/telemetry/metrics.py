@@ -2,7 +2,7 @@
 
 SGLang uses the multiprocess mode of prometheus_client: a metric of a scheduler process appears on the server's
 /metrics. prometheus_client must be imported after SGLang has set PROMETHEUS_MULTIPROC_DIR, so the import is late. All
-names start with `sglang:prefixpack_`; the labels are those of SGLang's scheduler metrics.
+names start with `sglang:prefixpack_`; the labels are those of SGLang's scheduler metrics, `--extra-metric-labels` too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class MetricSet:
 
         registry = REGISTRY if self.registry is None else self.registry
         for metric in self.metrics:
-            names = [*self.labels, *metric.label.split()]
+            # A label of --extra-metric-labels gives way to one of ours with its name.
+            names = list(dict.fromkeys([*self.labels, *metric.label.split()]))
             if metric.kind == "counter":
                 made: Any = Counter(PREFIX + metric.name, metric.text, names, registry=registry)
             else:
@@ -85,11 +86,11 @@ class MetricSet:
 
     def _set(self, metric: Metric, value: float, key: Any, **labels: str) -> None:
         if metric.kind == "gauge":
-            self._created[metric.name].labels(**self.labels, **labels).set(value)
+            self._created[metric.name].labels(**{**self.labels, **labels}).set(value)
             return
         before = self._exported.get((metric.name, key))
         if before is None or value > before:
-            self._created[metric.name].labels(**self.labels, **labels).inc(value - (before or 0))
+            self._created[metric.name].labels(**{**self.labels, **labels}).inc(value - (before or 0))
             self._exported[(metric.name, key)] = value
 
 
@@ -161,13 +162,16 @@ class MetricsExporter:
             return None
         labels = {
             "model_name": str(getattr(arguments, "served_model_name", None) or arguments.model_path),
+            "engine_type": _engine_type(getattr(arguments, "disaggregation_mode", "null")),
             "tp_rank": str(tp_rank),
             "pp_rank": str(int(getattr(ranks, "pp_rank", 0) or 0)),
+            "moe_ep_rank": str(int(getattr(ranks, "moe_ep_rank", 0) or 0)),
         }
         dp_rank = getattr(ranks, "dp_rank", None)
         if dp_rank is not None:
             labels["dp_rank"] = str(dp_rank)
-        return cls(labels)
+        extra = getattr(arguments, "extra_metric_labels", None) or {}
+        return cls(labels | {name: str(value) for name, value in extra.items()})
 
     def update(
         self,
@@ -202,6 +206,11 @@ class MetricsExporter:
         values["route_policy"] = {**dict.fromkeys(self._policies, 0.0), **dict.fromkeys(policies, 1.0)}
         self._policies.update(policies)
         self._metrics.update(values)
+
+
+def _engine_type(disaggregation_mode: str) -> str:
+    """As `DisaggregationMode.to_engine_type` of SGLang has it."""
+    return "unified" if disaggregation_mode == "null" else disaggregation_mode
 
 
 def _exports(ranks: Any, tp_rank: int) -> bool:

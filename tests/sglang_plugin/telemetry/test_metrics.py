@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
+from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter, _engine_type
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
 
@@ -40,6 +40,20 @@ class TestMetrics:
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "packed"}) == 0
         assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": fallback_reasons.NO_PATHS}) == 4
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
+
+    @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+    def test_engine_types_are_sglangs(self, mode: str) -> None:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        assert _engine_type(mode) == DisaggregationMode.to_engine_type(mode)
+
+    def test_an_extra_label_gives_way_to_one_of_ours(self) -> None:
+        registry = CollectorRegistry()
+        counters = Counters()
+        counters.steps_packed["decode"] = 3
+        MetricsExporter({"mode": "production"}, registry).update(counters)
+        assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", {"mode": "decode"}) == 3
+        assert registry.get_sample_value("sglang:prefixpack_plans_made_total", {"mode": "production"}) == 0
 
     def test_they_are_updated_every_few_steps_only(self) -> None:
         fixture = Fixture(SHARED, LENGTHS)
@@ -90,11 +104,18 @@ class TestMetrics:
         ],
     )
     def test_who_exports(self, options, ranks, exports, monkeypatch):
-        arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
+        arguments = SimpleNamespace(
+            served_model_name="m",
+            model_path="p",
+            disaggregation_mode="null",
+            extra_metric_labels={"rack": 7},
+            **options,
+        )  # fmt: skip
         ranks = SimpleNamespace(**{"tp_rank": 0, "pp_rank": 0, "dp_rank": None, **ranks})
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         for of_the_runner in ({}, {"ps": ranks}, vars(ranks)):
             exporter = MetricsExporter.for_runner(SimpleNamespace(server_args=arguments, **of_the_runner))
             assert (exporter is not None) == exports
             if exporter is not None:
-                assert exporter.labels == {"model_name": "m", "tp_rank": str(ranks.tp_rank), "pp_rank": "0"}
+                known = {"model_name": "m", "engine_type": "unified", "pp_rank": "0", "moe_ep_rank": "0", "rack": "7"}
+                assert exporter.labels == {**known, "tp_rank": str(ranks.tp_rank)}
