@@ -58,7 +58,7 @@ def load(url: str, seconds: float) -> None:
 
 def series(prometheus: str, expression: str, begin: float, end: float) -> list[dict[str, Any]]:
     """The answer of Prometheus to one query of the dashboard."""
-    query = expression.replace("$__rate_interval", RATE_INTERVAL)
+    query = expression.replace("$__rate_interval", RATE_INTERVAL).replace("$model", ".*").replace("$server", ".*")
     fields = urllib.parse.urlencode({"query": query, "start": begin, "end": end, "step": "1"})
     with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{fields}") as answer:
         return list(json.load(answer)["data"]["result"])

@@ -52,6 +52,10 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert PREFIX == "sglang:prefixpack_"
     asked = set(re.findall(r'"sglang\[:_\]prefixpack_(\w+)"', queries))
     labels = set(re.findall(r"by \((\w+)\)", queries))
+    selectors = re.findall(r"{(__name__=[^}]*)}", queries)
+    assert len(selectors) == queries.count("{") >= len(asked)
+    assert all(text.endswith(', model_name=~"$model", instance=~"$server"') for text in selectors)
+    assert {"model", "server"} <= {variable["name"] for variable in dashboard["templating"]["list"]}
     known = {metric.name: metric.label for metric in (*METRICS, *pinning_metrics._METRICS)}
     assert asked <= set(known)
     assert labels <= set(known.values())
