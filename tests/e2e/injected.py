@@ -102,10 +102,11 @@ class Faults:
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, with faults in our functions."""
+    """SGLang's scheduler process, with faults in our functions on rank 0."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    Faults(Path(os.environ[FAULTS])).install()
+    if (args[3] if len(args) > 3 else kwargs["tp_rank"]) == 0:
+        Faults(Path(os.environ[FAULTS])).install()
     return run_scheduler_process(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from tests.e2e.conftest import BACKEND, CONTEXT_LENGTH, POOL_TOKENS, state_of, t
 from tests.e2e.injected import FAULTS, PLACES, Faults
 from tests.routing.profiles import write_profile
 from tests.support import forked_server
+from tests.support.ranks import TWO_RANKS
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def faults(tmp_path: Path) -> Faults:
 
 
 @pytest.fixture
-def server(model: Path, tmp_path: Path, faults: Faults) -> Iterator[Server]:
+def server(model: Path, tmp_path: Path, faults: Faults, request: pytest.FixtureRequest) -> Iterator[Server]:
     path = write_profile(tmp_path, **COSTS, kernels="cpu", backend="torch_native")
     sizes = ("--context-length", str(CONTEXT_LENGTH), forked_server.POOL, str(POOL_TOKENS))
     environment = {
@@ -45,10 +46,12 @@ def server(model: Path, tmp_path: Path, faults: Faults) -> Iterator[Server]:
         "PREFIXPACK_GROUP_SCHEDULING": "1", "PREFIXPACK_RETENTION": "reuse", "PREFIXPACK_PIN_BUDGET_PERCENT": "20",
         "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
     }  # fmt: skip
+    more = getattr(request, "param", ())
+    environment |= TWO_RANKS if more else {}
     options = ServerOptions(
         model=str(model), backend=BACKEND, environment=environment, log_folder=tmp_path, starter=started,
         extra=(*sizes, *forked_server.MAY_TAKE_ALL, "--max-running-requests", "64", "--enable-metrics",
-               "--enable-mixed-chunk"),
+               "--enable-mixed-chunk", *more),
     )  # fmt: skip
     with serve(options) as running:
         yield running
@@ -110,6 +113,25 @@ def test_exceptions_at_five_places_and_then_in_all_steps(server, faults, expecte
     assert (state["refused"], state["disabled"]["packing"]) == ("stopped", "stopped")
     assert exported(server, "disabled")['feature="packing",reason="stopped"'] == 1.0
     assert exported(server, "fallbacks_total")['reason="stopped"'] > 40
+
+
+@pytest.mark.parametrize("server", [("--tp-size", "2")], indirect=True)
+def test_one_rank_alone_runs_steps_stock(server, faults, expected, vocabulary):
+    """The other rank runs them packed: their collectives are the same."""
+    requests = workloads.diverging(vocabulary)
+    wanted = expected(requests)
+    for place in (
+        "dispatch.step_router:StepRouter.decide", "execution.cpu_executor:Planner.plan",
+        "execution.cpu_executor:CpuExecutor.attend", "prefix.batch_tracker:BatchTracker.step",
+    ):  # fmt: skip
+        server.flush_cache()
+        faults[place] = 3
+        assert tokens_of(replay(server.url, requests)) == wanted, place
+        assert faults[place] == 0, place
+    counters = state_of(server)["counters"]  # of rank 0
+    assert counters["failures"] == {"step": 6, "layer": 3, "request_paths": 3}
+    assert counters["fallbacks"]["exception"] == 9
+    assert counters["steps_packed"]["decode"] > 0
 
 
 @pytest.mark.slow

@@ -68,8 +68,7 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
     "does not go through the scheduler",
     HOOK_FAILED: "reading the request paths raised an exception; the first one is in the log with its traceback",
-    EXCEPTION: "prefixpack raised an exception while it decided or prepared the step, or in one of its layers; the log "
-    "has its traceback, and `failures` in the server's state counts them",
+    EXCEPTION: "deciding or preparing the step, or one of its layers, raised an exception; the log has its traceback",
     STOPPED: "several steps in a row raised an exception, so nothing is packed any more until the server restarts",
     PLAN_REFUSED: "the planner found paths and lengths of a batch inconsistent; the first case is in the log",
     ROW_MISMATCH: "the batch the backend got is not the one whose paths were handed over (padded or re-batched rows)",
