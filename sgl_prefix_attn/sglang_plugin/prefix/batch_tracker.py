@@ -202,9 +202,7 @@ class BatchTracker:
 
     def forget(self) -> None:
         """Forgets all batches and nodes: the next step reads its paths from scratch."""
-        self._states.clear()
-        if self._mirror is not None:
-            self._mirror.clear()
+        self._tree = None
 
     def _use_tree(self, tree: Any) -> None:
         reader = reader_for(tree)
