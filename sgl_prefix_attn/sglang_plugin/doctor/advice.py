@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from sgl_prefix_attn.settings import WRAPPABLE, variable_name
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.doctor.launch_command import arguments_without
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 
@@ -203,7 +204,7 @@ def change_for(reason: str, heads_of_all_ranks: bool = False) -> Change:
 
 def _spellings(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     """Options among launch arguments that SGLang's parser takes for `names`: aliases and abbreviations."""
-    targets = _targets_of_options()
+    targets = targets_of_options()
     wanted = {targets.get(name, name) for name in names}
     found = []
     for argument in arguments:
@@ -217,23 +218,10 @@ def _spellings(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _targets_of_options() -> dict[str, str]:
+def targets_of_options() -> dict[str, str]:
     """Where SGLang's parser stores the value of each option; aliases have the same place."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return {option: action.dest for action in parser._actions for option in action.option_strings}
-
-
-def arguments_without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Launch arguments without some options and their values."""
-    kept: list[str] = []
-    leave_out = False
-    for argument in arguments:
-        if argument.startswith("--"):
-            option = argument.partition("=")[0]
-            leave_out = any(option == name or (name.endswith("-") and option.startswith(name)) for name in names)
-        if not leave_out:
-            kept.append(argument)
-    return kept

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib.util
 import io
 import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.settings import CONFIG_VARIABLE, OTHER_VARIABLES, PREFIX, SettingsError, load_settings
+from sgl_prefix_attn.sglang_plugin.doctor import model_path
+from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KNOWN_GPUS, KnownGpu
 from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ _BY_HAND = (
     "     variables are not enough."
 )
 _NAME = "prefixpack"
+_OWN_OPTIONS = ("--json", "--gpu", "--reasons", "--verbose")
+_NO_GPU = "\nNo GPU is here: for a server on another machine add --gpu, for example --gpu h200; on a CPU --device cpu"
 _WRAP_INSTEAD = (
     f"\nSGLang takes only certain names of backends for some models: leave out {_NAME}, name one of those if need be, "
     "and set PREFIXPACK_WRAP=1"
@@ -45,8 +50,11 @@ _EXAMPLES = """examples:
   %(prog)s PREFIXPACK_WRAP=1 python -m sglang.launch_server --model-path Qwen/Qwen3-8B
       a whole launch command, with its variables; `sglang serve ...` likewise
 
+  %(prog)s --gpu h200 'nohup python -m sglang.launch_server --model-path $MODEL > log 2>&1 &'
+      a line of a script in quotes, answered on any machine as an H200's would; redirections and comments are left out
+
 Exit status: 0: some steps would run packed. 1: none would. 2: unusable arguments or settings.
-Run it where the server runs: it looks at the GPU, the installed SGLang and the variables.
+It looks at the installed SGLang, the variables, and the GPU of this machine unless --gpu names another.
 """
 
 
@@ -55,12 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say which steps and layers of a server would run packed, which would not and why, and what to change. "
         "Reads SGLang's launch arguments and the environment; starts no server and loads no weights."
     )
-    parser.usage = "%(prog)s [-h] [--json] [--reasons] [launch arguments of SGLang, or the whole command ...]"
+    parser.usage = (
+        "%(prog)s [-h] [--json] [--gpu NAME] [--reasons] [--verbose] "
+        "[launch arguments of SGLang, or the whole command ...]"
+    )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--gpu", metavar="NAME", type=_known_gpu, help=f"answer as a machine with this GPU: {', '.join(KNOWN_GPUS)}"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print what SGLang says meanwhile, to stderr")
     parser.add_argument("--reasons", action="store_true", help="print every fallback reason and what to do about it")
+
+
+def _known_gpu(name: str) -> KnownGpu:
+    found = KNOWN_GPUS.get(name.lower().replace("nvidia ", "").replace(" ", ""))
+    if found is None:
+        hint = _did_you_mean(name.lower(), KNOWN_GPUS)
+        raise argparse.ArgumentTypeError(f"unknown GPU {name!r}{hint}; known are {', '.join(KNOWN_GPUS)}")
+    return found
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,39 +106,72 @@ def run(args: argparse.Namespace) -> int:
         return _unusable("SGLang is not installed in this environment")
     if not any(argument.split("=")[0] in ("--model-path", "--model", "--config") for argument in arguments):
         return _unusable("no --model-path among the launch arguments; see --help")
+    missing = model_path.problem(arguments, environ)
+    if missing is not None:
+        return _unusable(missing)
+    printed = io.StringIO()
+    # SGLang and its libraries print while they are imported, and all of SGLang's options beside a mistake.
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        answer = _answer_in_silence(args, arguments, environ, variables, printed)
+    if args.verbose:
+        sys.stderr.write(printed.getvalue())
+    if isinstance(answer, str):
+        return _unusable(answer)
+    packs, text = answer
+    print(text)
+    return 0 if packs else 1
+
+
+def _answer_in_silence(
+    args: argparse.Namespace,
+    arguments: list[str],
+    environ: Mapping[str, str],
+    variables: Mapping[str, str],
+    printed: io.StringIO,
+) -> tuple[bool, str] | str:
+    """Whether anything packs, and the text to print; or why there is no diagnosis."""
     from sgl_prefix_attn.routing.profile import ProfileError
     from sgl_prefix_attn.sglang_plugin.compat import versions
 
-    version, printed = versions.installed_version(), io.StringIO()
+    version = versions.installed_version()
     try:
         versions.check_supported(version, allow_untested=load_settings(environ).allow_untested_sglang)
         from sgl_prefix_attn.sglang_plugin.doctor import diagnosis
 
-        with contextlib.redirect_stderr(printed):  # else SGLang prints all of its options beside the mistake
-            found = diagnosis.diagnose(arguments, environ)
+        found = diagnosis.diagnose(arguments, environ, args.gpu)
     except (SettingsError, ProfileError, versions.UnsupportedSglangError) as error:
-        return _unusable(str(error))
+        return str(error)
     except SystemExit as stop:  # of SGLang's parser
         if not stop.code:
-            return 0
-        problem = printed.getvalue().rpartition("error: ")[2].strip()
-        return _unusable(f"SGLang does not accept the arguments: {problem}")
+            return True, printed.getvalue()  # --help among the arguments
+        return f"SGLang does not accept the arguments: {_complaint(printed.getvalue())}"
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
-        named = any(argument.split("=")[0] == "--device" for argument in arguments)
-        hint = "" if named or diagnosis.gpu_facts() else "\nNo GPU is here: for a server on a CPU add --device cpu"
+        decided = args.gpu or any(argument.split("=")[0] == "--device" for argument in arguments)
+        hint = "" if decided or diagnosis.gpu_facts() else _NO_GPU
         if "attention backend" in str(error) and any(argument.rpartition("=")[2] == _NAME for argument in arguments):
             hint += _WRAP_INSTEAD
-        sys.stderr.write(printed.getvalue())
-        return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}")
-    sys.stderr.write(printed.getvalue())
-    gpu = diagnosis.gpu_facts()
+        return f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}"
+    gpu = diagnosis.gpu_facts() if args.gpu is None else _facts_of(args.gpu)
     if args.json:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
-        print(json.dumps({**facts, **as_dict(found)}, indent=2))
-    else:
-        text = as_text(found, arguments, environ, variables)
-        print(f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}")
-    return 0 if found.packs else 1
+        return found.packs, json.dumps({**facts, **as_dict(found)}, indent=2)
+    text = as_text(found, arguments, environ, variables)
+    return found.packs, f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}"
+
+
+def _complaint(printed: str) -> str:
+    """What SGLang's parser has against the arguments, with similar options for those that it does not know."""
+    from sgl_prefix_attn.sglang_plugin.doctor.advice import targets_of_options
+
+    problem = printed.rpartition("error: ")[2].strip()
+    _, unknown, words = problem.partition("unrecognized arguments: ")
+    options = [word.partition("=")[0] for word in words.split() if unknown and word.startswith("--")]
+    known = (*targets_of_options(), *_OWN_OPTIONS)
+    return problem + "".join(f"\n  {option}{hint}" for option in options if (hint := _did_you_mean(option, known)))
+
+
+def _facts_of(gpu: KnownGpu) -> dict[str, Any]:
+    return {"name": gpu.name, "capability": list(gpu.capability), "assumed": True}
 
 
 def _unusable(message: str) -> int:
@@ -207,4 +268,5 @@ def _line(answer: Answer) -> str:
 def _gpu_text(gpu: dict[str, Any] | None) -> str:
     if gpu is None:
         return "no GPU"
-    return f"{gpu['name']} (compute capability {'.'.join(map(str, gpu['capability']))})"
+    assumed = ", assumed" if gpu.get("assumed") else ""
+    return f"{gpu['name']} (compute capability {'.'.join(map(str, gpu['capability']))}{assumed})"

@@ -22,12 +22,15 @@ from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
 from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import CPU_ENGINE
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales, stock_name
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import gpu_name
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
+from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KnownGpu
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -86,12 +89,13 @@ class Diagnosis:
         return any(answer.reason is None for answer in self.steps.values())
 
 
-def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
+def diagnose(arguments: Sequence[str], environ: Mapping[str, str], gpu: KnownGpu | None = None) -> Diagnosis:
     """The diagnosis of a server, with changes that lead to packed decode steps and what they lead to.
 
     Args:
         arguments: launch arguments of SGLang.
         environ: the environment of the server's process.
+        gpu: of the server's machine; this machine's if None.
 
     Raises:
         SettingsError: settings that cannot be used.
@@ -100,6 +104,14 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
         SystemExit: arguments that SGLang does not know; it has printed which.
     """
     arguments, environ = list(arguments), dict(environ)  # a copy, since `environ` may be os.environ itself
+    if gpu is None:
+        return _diagnose(arguments, environ)
+    environ.pop(CPU_ENGINE, None)  # a variable of this machine
+    with _environment(environ), standing_in(gpu):
+        return _diagnose(arguments, environ)
+
+
+def _diagnose(arguments: list[str], environ: dict[str, str]) -> Diagnosis:
     first = last = _diagnose_once(arguments, environ)
     while len(first.changes) < _MOST_CHANGES:
         speculates = last.steps["verify"].reason != advice.NO_SUCH_STEPS
@@ -148,7 +160,7 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
         if name == trtllm_mha.NAME and steps[mode].reason is None:
             steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.TESTED])))
-    if not versions.mixes_chunks(runner):
+    if not eligibility.has_steps(runner, "mixed"):
         mixed_chunk = versions.argument(runner, "enable_mixed_chunk")
         note = "without chunked prefill" if mixed_chunk else "without --enable-mixed-chunk"
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, note)

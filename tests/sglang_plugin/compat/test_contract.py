@@ -11,6 +11,7 @@ import pytest
 
 import sgl_prefix_attn
 from sgl_prefix_attn.sglang_plugin.compat import targets
+from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import DOCTOR_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.layout_targets import LAYOUT_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.offline_targets import OFFLINE_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import PINNING_TARGETS
@@ -19,7 +20,9 @@ from sgl_prefix_attn.sglang_plugin.compat.wrap_targets import WRAP_TARGETS
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
-ALL_TARGETS = (*targets.TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS, *OFFLINE_TARGETS)
+ALL_TARGETS = (
+    *targets.TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS, *OFFLINE_TARGETS, *DOCTOR_TARGETS,
+)  # fmt: skip
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
 # Members that our backend adds to the base class: what our process state calls.

@@ -368,10 +368,14 @@ class TestCommand:
         [
             (["bash", "run.sh"], {}, "'bash' is no launch argument of SGLang"),
             ([], {}, "no --model-path among the launch arguments"),
-            (["--model-path", "/nowhere", *CPU], {}, "SGLang does not accept the arguments"),
-            (["--model-path", "/nowhere", "--no-such-option"], {}, "unrecognized arguments: --no-such-option"),
+            (["LLAMA", *CPU, "--load-format", "x"], {}, "SGLang does not accept the arguments: argument --load-format"),
+            (["LLAMA", "--no-such-option"], {}, "unrecognized arguments: --no-such-option"),
+            (["LLAMA", "--chunked-prefil-size", "1"], {}, "--chunked-prefil-size; did you mean --chunked-prefill-size"),
+            (["LLAMA", "--jsn"], {}, "--jsn; did you mean --json?"),
+            (["--model-path", "/nowhere"], {}, "doctor: no such folder: /nowhere"),
+            (["python -m sglang.launch_server --model-path $NO_SUCH > log"], {}, "NO_SUCH is not set here"),
             (["LLAMA", *NAME, *CPU], {"PREFIXPACK_ROUTE_PROFILE": "/nowhere"}, "/nowhere: cannot read the profile"),
-            (["--model-path", "/nowhere"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
+            (["LLAMA"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
         ],
     )
     def test_what_cannot_be_used_is_named(self, arguments, variables, message, models, capsys, monkeypatch):

@@ -13,3 +13,10 @@ from tests.sglang_plugin.doctor.test_diagnosis import WRAP, diagnosis
 def test_sglang_mixes_chunks_only(chunk: str, reason: str | None) -> None:
     found = diagnosis(tiny_model(), "--enable-mixed-chunk", "--chunked-prefill-size", chunk, **WRAP)
     assert found.steps["mixed"].reason == reason
+
+
+def test_groups_of_data_parallel_attention_mix_steps_without_the_option() -> None:
+    """A rank that prefills makes the step of the other groups a mixed one."""
+    found = diagnosis(tiny_model(), "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", **WRAP)
+    assert found.steps["mixed"].reason != NO_SUCH_STEPS
+    assert diagnosis(tiny_model(), "--tp-size", "2", **WRAP).steps["mixed"].reason == NO_SUCH_STEPS
