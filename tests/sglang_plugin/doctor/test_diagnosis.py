@@ -30,7 +30,6 @@ from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
-from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -301,32 +300,6 @@ def test_left_out_arguments_go_with_their_values(arguments: list[str]) -> None:
     assert not [argument for argument in kept if argument.startswith(("--b", "--spec-"))]
     assert kept.count("--a") == arguments.count("--a")
     assert arguments_without(arguments, []) == arguments
-
-
-ARGUMENTS = ["--model-path", "a b", "--port", "1"]
-
-
-@pytest.mark.parametrize(
-    ("words", "variables"),
-    [
-        ([], {}),
-        (["python", "-m", "sglang.launch_server"], {}),
-        (["A=1", "B=x=y", "/usr/bin/python3", "-u", "-m", "sglang.launch_server"], {"A": "1", "B": "x=y"}),
-        (["env", "A=", "sglang", "serve"], {"A": ""}),
-        (["docker", "run", "-e", "A=1", "image", "python", "-m", "sglang.launch_server"], {"A": "1"}),
-        (["A=1"], {"A": "1"}),
-        (["python", "-m", "sglang.launch_server", " ", "\\", "--"], {}),
-    ],
-)
-def test_a_pasted_command(words: list[str], variables: dict[str, str]) -> None:
-    assert launch_command([*words, *ARGUMENTS]) == (variables, ARGUMENTS)
-    quoted = " \\\n  ".join(map(shlex.quote, [word for word in words if word.strip() not in ("", "\\")] + ARGUMENTS))
-    assert launch_command([quoted.replace("'A=1'", "A=1")]) == (variables, ARGUMENTS)
-
-
-def test_a_model_without_an_option() -> None:
-    found = launch_command(["sglang", "serve", "org/model", "--model-type", "llm", "--port", "1"])
-    assert found == ({}, ["--model-path", "org/model", "--port", "1"])
 
 
 class TestCommand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -71,3 +72,26 @@ def test_operators_among_words_that_a_shell_has_split() -> None:
 def test_what_is_not_understood_is_named(line: str, named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
         launch_command([line], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ([], {}),
+        (["python", "-m", "sglang.launch_server"], {}),
+        (["A=1", "B=x=y", "/usr/bin/python3", "-u", "-m", "sglang.launch_server"], {"A": "1", "B": "x=y"}),
+        (["env", "A=", "sglang", "serve"], {"A": ""}),
+        (["docker", "run", "-e", "A=1", "image", "python", "-m", "sglang.launch_server"], {"A": "1"}),
+        (["A=1"], {"A": "1"}),
+        (["python", "-m", "sglang.launch_server", " ", "\\", "--"], {}),
+    ],
+)
+def test_a_pasted_command(words: list[str], variables: dict[str, str]) -> None:
+    assert launch_command([*words, *ARGUMENTS]) == (variables, ARGUMENTS)
+    quoted = " \\\n  ".join(map(shlex.quote, [word for word in words if word.strip() not in ("", "\\")] + ARGUMENTS))
+    assert launch_command([quoted.replace("'A=1'", "A=1")]) == (variables, ARGUMENTS)
+
+
+def test_a_model_without_an_option() -> None:
+    found = launch_command(["sglang", "serve", "org/model", "--model-type", "llm", "--port", "1"])
+    assert found == ({}, ["--model-path", "org/model", "--port", "1"])
