@@ -1,7 +1,6 @@
 """Builds the native module: planner and CPU executor in C++17, and the CUDA part if nvcc is found.
 
-Objects of an earlier build are used again if their source, what it includes, and the compiler's options are the same.
-Linking takes a second and is always done.
+Every call compiles everything. A compiler cache makes that short: `CC="ccache cc" CXX="ccache c++"`.
 
 PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: if nvcc is in CUDA_HOME/bin or on PATH)
 PREFIXPACK_CUDA_ARCHS="..."   CUDA architectures (default "80;90a"); "80+PTX" adds PTX for newer GPUs
@@ -11,18 +10,14 @@ PREFIXPACK_BUILD_JOBS=N       parallel compiler processes (default: all cores)
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
@@ -80,34 +75,6 @@ def sources(folder: str, suffix: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).rglob(f"*{suffix}"))
 
 
-@functools.cache
-def included(path: Path) -> frozenset[Path]:
-    """The files of csrc that a file of csrc includes, and it itself."""
-    found = {path}
-    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-        for header in (path.parent / name, ROOT / "csrc" / name):
-            if header.is_file():
-                found |= included(header.resolve())
-                break
-    return frozenset(found)
-
-
-def digest(source: str, options: list[str]) -> str:
-    """Of everything that an object depends on. By content: files of an archive may be older than the last build."""
-    contents = [f"{path.relative_to(ROOT)}\0{path.read_text()}" for path in sorted(included(ROOT / source))]
-    return hashlib.sha256("\0".join([*options, *contents]).encode()).hexdigest()
-
-
-def compile_if_changed(out: Path, source: str, options: list[str], run: Callable[[], object]) -> None:
-    """Calls `run`, which makes the object `out`, unless an earlier call made the same one."""
-    stamp, made_of = out.with_name(f"{out.name}.stamp"), digest(source, options)
-    if out.exists() and stamp.exists() and stamp.read_text() == made_of:
-        return
-    stamp.unlink(missing_ok=True)  # a stopped compiler leaves no object that seems whole
-    run()
-    stamp.write_text(made_of)
-
-
 class BuildNative(build_ext):
     """Compiles .cu files with nvcc and links them, with a static CUDA runtime, into the extension."""
 
@@ -115,42 +82,24 @@ class BuildNative(build_ext):
         nvcc = find_nvcc()
         if nvcc is not None:
             ext.define_macros.append(("PREFIXPACK_WITH_CUDA", "1"))
-            version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             with ThreadPoolExecutor(build_jobs()) as pool:
-                objects = pool.map(lambda source: self._compile_cuda(nvcc, version, source), sources("cuda", ".cu"))
-                ext.extra_objects = list(objects)
+                ext.extra_objects = list(pool.map(functools.partial(self._compile_cuda, nvcc), sources("cuda", ".cu")))
             ext.library_dirs += cuda_library_dirs(nvcc)
             ext.libraries += ["cudart_static", "dl", "rt"]
-        # Not the include folders: pip builds with a pybind11 in a folder of another name each time.
-        options = [pybind11.__version__, sys.version, *self.compiler.compiler_so]
-        options += getattr(self.compiler, "compiler_so_cxx", [])  # of setuptools that tell C from C++
-        options += [*map(str, ext.define_macros), *ext.extra_compile_args]
-        compile_cpp = self.compiler._compile
-
-        def compile_changed(out: str, source: str, *arguments: Any) -> None:
-            compile_if_changed(Path(out), source, options, lambda: compile_cpp(out, source, *arguments))
-
-        self.compiler._compile = compile_changed
-        # setuptools would compare times, of .cpp files only, and leave a module without what changed in other files.
-        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        self.force = True  # setuptools compares times, of .cpp files only
         super().build_extension(ext)
 
-    def _compile_cuda(self, nvcc: str, version: str, source: str) -> str:
+    def _compile_cuda(self, nvcc: str, source: str) -> str:
         out = Path(self.build_temp) / (source.replace("/", "_") + ".o")
         out.parent.mkdir(parents=True, exist_ok=True)
         gencode = [word for target in cuda_targets() for word in ("-gencode", target)]
         flags = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         command = [nvcc, *flags, *gencode, "-c", source, "-o", str(out)]
-
-        def run() -> None:
-            print(" ".join(command), flush=True)
-            subprocess.run(command, check=True, cwd=ROOT)
-
-        compile_if_changed(out, source, [version, *command], run)
+        print(" ".join(command), flush=True)
+        subprocess.run(command, check=True, cwd=ROOT)
         return str(out)
 
 
-# Each object is asked for; BuildNative compiles those that changed.
 ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 
