@@ -111,7 +111,7 @@ def machine_of_server(
 
 
 def _with_workers(args: argparse.Namespace, found: Machine) -> Machine:
-    """The machine with `--workers`. Profiles and the simulator's figures are of all its workers."""
+    """The machine with `--workers`. Profiles are of all its workers."""
     _check_workers(args)
     if args.workers in (None, found.model.workers):
         return found

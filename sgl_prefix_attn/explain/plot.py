@@ -11,7 +11,7 @@ from sgl_prefix_attn.core.planner import KV_BEGIN, QUERY_BEGIN, QUERY_COUNT
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.packs import PRIVATE, Pack, item_ends
 from sgl_prefix_attn.explain.report import Explanation
-from sgl_prefix_attn.explain.text import gain_line, time_line
+from sgl_prefix_attn.explain.text import time_lines
 
 try:
     import matplotlib
@@ -58,7 +58,7 @@ def _headline(explanation: Explanation) -> str:
     return (
         f"{explanation.batch.title}\n{explanation.batch.num_requests:,} requests, {len(explanation.packs):,} packs, "
         f"{len(plan.items):,} work items; {fewer:.2f}x fewer KV reads than per request, limit {limit:.2f}x\n"
-        f"{time_line(explanation)}\n{textwrap.fill(gain_line(explanation), _HEADLINE_CHARACTERS)}"
+        + "\n".join(textwrap.fill(line, _HEADLINE_CHARACTERS) for line in time_lines(explanation))
     )
 
 

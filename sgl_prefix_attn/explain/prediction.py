@@ -1,7 +1,4 @@
-"""The time of a plan on its device, and its gain over the stock backend by a routing profile.
-
-The time is the makespan simulator's where that has figures of the device, else an estimate by the planner's costs.
-"""
+"""The time of a step on its device, and its gain over the stock backend, by a routing profile."""
 
 from __future__ import annotations
 
@@ -10,14 +7,12 @@ from typing import Any, Literal
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.limits import head_dim_fits
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
-from sgl_prefix_attn.explain.balance import Schedule
+from sgl_prefix_attn.core.planner import DeviceModel
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import HEAD_DIMS
 from sgl_prefix_attn.routing.policy import cost_policy
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text
-from sgl_prefix_attn.simulator import figures_of, knows, makespan
 
 CALIBRATE = "`python -m sgl_prefix_attn calibrate` measures one"
 
@@ -28,20 +23,11 @@ class Machine:
 
     Attributes:
         model: what the planner plans for.
-        facts: what a profile and the simulator's figures have to fit; a text says why they are not known.
+        facts: what a profile has to fit; a text says why they are not known.
     """
 
     model: DeviceModel
     facts: ServerFacts | str
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one layer's packed attention, and what says so. gpu: CUDA's name of the simulated one, or ""."""
-
-    seconds: float
-    by: Literal["simulator", "planner"]
-    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,19 +56,6 @@ class Gain:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "ratio": self.ratio}
-
-
-def layer_time(plan: Plan, seq_lens: Int64Array, shape: ModelShape, machine: Machine, schedule: Schedule) -> LayerTime:
-    """The time of a plan.
-
-    Args:
-        schedule: of the plan by the planner's costs.
-    """
-    facts = machine.facts
-    if isinstance(facts, str) or facts.packed != "native" or not knows(facts.gpu, shape):
-        return LayerTime(schedule.seconds, "planner")
-    found = makespan(plan, seq_lens, shape, machine.model, figures_of(facts.gpu, shape))
-    return LayerTime(found.seconds, "simulator", facts.gpu)
 
 
 def why_no_kernel(packed: str, head_dim: int) -> str | None:

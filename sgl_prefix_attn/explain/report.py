@@ -13,7 +13,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.explain.balance import Schedule, partial_bytes, simulate
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError
 from sgl_prefix_attn.explain.packs import ItemClass, Pack, item_classes, packs_of
-from sgl_prefix_attn.explain.prediction import Gain, LayerTime, Machine, layer_time, predicted_gain
+from sgl_prefix_attn.explain.prediction import Gain, Machine, predicted_gain
 from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 
@@ -23,7 +23,6 @@ class Explanation:
 
     Attributes:
         schedule: of the plan by the planner's costs.
-        time: of the plan.
         gain: over the stock backend; a text says why there is no prediction.
         plan_seconds: host time of the plan.
     """
@@ -36,7 +35,6 @@ class Explanation:
     packs: list[Pack]
     item_classes: list[ItemClass]
     schedule: Schedule
-    time: LayerTime
     gain: Gain | str
     plan_seconds: float
 
@@ -44,6 +42,11 @@ class Explanation:
     def device(self) -> DeviceModel:
         """What the plan is for."""
         return self.machine.model
+
+    @property
+    def seconds(self) -> float:
+        """The time of one layer's attention: by the profile, without one by the planner's costs."""
+        return self.schedule.seconds if isinstance(self.gain, str) else self.gain.packed_us / 1e6
 
     @property
     def token_bytes(self) -> int:
@@ -104,7 +107,7 @@ class Explanation:
             "partial_bytes": self.partial_bytes,
             "worker_seconds": self.schedule.worker_seconds.tolist(),
             "max_over_mean": self.schedule.max_over_mean,
-            "time": dataclasses.asdict(self.time),
+            "time": {"seconds": self.seconds, "by": "planner" if isinstance(self.gain, str) else "profile"},
             "gain": {"none": self.gain} if isinstance(self.gain, str) else self.gain.to_json(),
             "plan_seconds": self.plan_seconds,
         }
@@ -141,7 +144,6 @@ def explain(batch: BatchDescription, shape: ModelShape, machine: Machine, store:
         packs=packs_of(plan, forest, batch.seq_lens),
         item_classes=item_classes(plan, forest, batch.seq_lens, shape.q_heads // shape.kv_heads),
         schedule=schedule,
-        time=layer_time(plan, batch.seq_lens, shape, machine, schedule),
         gain=predicted_gain(forest, batch.seq_lens, batch.is_decode, machine, store),
         plan_seconds=seconds,
     )

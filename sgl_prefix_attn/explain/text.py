@@ -84,24 +84,18 @@ def _decision(decision: Decision | None) -> str:
     return f"{decision.route}, predicted {decision.packed_us:,.1f} us packed, {decision.stock_us:,.1f} us stock"
 
 
-def time_line(explanation: Explanation) -> str:
-    """The time of a layer by the simulator, or by the planner's costs."""
-    duration = _duration(explanation.time.seconds)
-    if explanation.time.by == "planner":
-        return f"Estimated attention time of a layer: {duration}, by the planner's cost model"
-    note = "" if explanation.batch.is_decode else ", fitted to decode steps"
-    return f"Predicted attention time of a layer: {duration}, by the simulator of an {explanation.time.gpu}{note}"
-
-
-def gain_line(explanation: Explanation) -> str:
-    """The gain over the stock backend, or why there is no prediction."""
+def time_lines(explanation: Explanation) -> list[str]:
+    """Predicted times of a layer and the gain; without a prediction an estimate, and why."""
     gain = explanation.gain
     if isinstance(gain, str):
-        return f"Gain over the stock backend: not predicted, {gain}"
-    return (
+        return [
+            f"Estimated attention time of a layer: {_duration(explanation.seconds)}, by the planner's cost model",
+            f"Gain over the stock backend: not predicted, {gain}",
+        ]
+    return [
         f"Predicted gain over stock {gain.stock}: {gain.ratio:.2f}x, {gain.packed_us:,.1f} us packed, "
         f"{gain.stock_us:,.1f} us stock, by the {gain.profile}"
-    )
+    ]
 
 
 def _header(explanation: Explanation) -> list[str]:
@@ -222,8 +216,7 @@ def _balance_lines(explanation: Explanation) -> list[str]:
     workers = _plural(explanation.device.workers, "worker")
     lines = [
         f"Balance over {workers}, by cost: the busiest has {explanation.schedule.max_over_mean:.2f}x the mean",
-        time_line(explanation),
-        gain_line(explanation),
+        *time_lines(explanation),
     ]
     if not isinstance(gain, str):
         lines.append(f"  a decode step runs {gain.route} under the policy cost")

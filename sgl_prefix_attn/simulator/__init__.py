@@ -73,15 +73,10 @@ class Makespan:
         return max(self.streaming, self.longest, self.work)
 
 
-def knows(name: str, shape: ModelShape) -> bool:
-    """Whether there are figures of this GPU, by CUDA's name, and of the kernels of this head_dim and KV type."""
-    return name in BANDWIDTHS and (shape.head_dim, shape.kv_bytes) in KERNELS
-
-
 def figures_of(name: str, shape: ModelShape) -> dict[str, float]:
     """Of a GPU, by CUDA's name, and the kernels of a shape.
 
-    Where `knows` is false: an H200's bandwidth, and the kernels of head_dim 128 and 16 bits.
+    Where there are none: an H200's bandwidth, and the kernels of head_dim 128 and 16 bits.
     """
     bandwidth = {"bandwidth": BANDWIDTHS.get(name, BANDWIDTHS[gpu.H200.name])}
     return H200 | KERNELS.get((shape.head_dim, shape.kv_bytes), {}) | bandwidth

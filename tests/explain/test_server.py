@@ -157,12 +157,12 @@ def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info
         batch = json.loads(capsys.readouterr().out)["ranks"][0]["last_packed_batch"]
         return batch["gain"]["stock"], batch["time"]["by"]
 
-    assert told() == ("flashinfer_cc", "simulator")
-    assert told("--stock", "fa3") == ("fa3", "simulator")
-    assert told("--device", "h200") == ("flashinfer_tc", "simulator")
-    assert told("--heads", "32/4") == ("flashinfer_tc", "simulator")
+    assert told() == ("flashinfer_cc", "profile")
+    assert told("--stock", "fa3") == ("fa3", "profile")
+    assert told("--device", "h200") == ("flashinfer_tc", "profile")
+    assert told("--heads", "32/4") == ("flashinfer_tc", "profile")
     own_state(h200_info)["route"]["facts"]["packed"] = "triton"
-    assert told() == ("flashinfer_cc", "planner")
+    assert told() == ("flashinfer_cc", "profile")
 
 
 def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
