@@ -10,6 +10,9 @@ WORKERS ?= $(if $(shell command -v nvidia-smi),1,3)
 WHEEL_ARCHS ?= 80+PTX;86;89;90a;120
 KIND := $(if $(and $(filter-out 0,$(or $(PREFIXPACK_CUDA),auto)),$(shell command -v nvcc)),cuda,cpu)
 PYTEST_ARGS ?=
+# Of `make test-asan`. Without a seed it draws one, and prints it.
+ASAN_SECONDS ?= 120
+ASAN_SEED ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +20,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-TARGETS := help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel wheel-trial bench clean
+TARGETS := help setup demo test test-slow test-asan test-versions lint lint-types lint-imports lint-native docs figures wheel wheel-trial bench clean
 FOLDERS := csrc examples patches sgl_prefix_attn
 .PHONY: $(TARGETS) $(FOLDERS) tests benchmarks
 
@@ -45,6 +48,12 @@ test: setup ## all tests but the slow ones, with the real server, in three proce
 test-slow: setup ## tests of minutes to hours: 10,000 schedules, 20 kills, more server options, GPU kernel registers
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
+test-asan: ## planner, radix mirror and CPU executor under ASan and UBSan, two minutes (ASAN_SECONDS=, ASAN_SEED=)
+	@mkdir -p build
+	@$(CXX) -std=c++17 -O1 -g -Icsrc -Wall -Wextra -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all \
+		-pthread tests/native/hostile.cpp $(foreach part,plan cpu offline cuda,$(wildcard csrc/$(part)/*.cpp)) -o build/hostile
+	@build/hostile $(ASAN_SECONDS) $(ASAN_SEED)
+
 test-versions: ## quick end-to-end tests, plug-in and pins on other SGLang releases, each in an environment of its own
 	@set -e; for version in $(VERSIONS); do \
 		echo "== SGLang $$version"; \
@@ -67,7 +76,7 @@ lint-imports:
 
 lint-native:
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
-	find csrc benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc benchmarks tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 docs: .venv-docs/ready ## the site in build/site; fails on a broken link (environment of its own: .venv-docs)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

@@ -1,8 +1,11 @@
 // AttentionParams with named fields: both executors take it, Python reuses one object over the layers of a step.
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "bindings/bindings.h"
 #include "cpu/executor.h"
+#include "plan/checks.h"
 #include "plan/params.h"
 
 namespace py = pybind11;
@@ -26,6 +29,20 @@ void address(Params& params, const char* name, T* AttentionParams::* field) {
 void bind_attention(py::module_& m) {
   Params params(m, "AttentionParams");
   params.def(py::init([](int32_t q_heads, int32_t kv_heads, int32_t head_dim, int32_t dtype, int32_t kv_dtype) {
+               // The CPU kernels keep a row of 256 elements on their stack.
+               if (kv_heads < 1 || q_heads < kv_heads || q_heads % kv_heads != 0 || q_heads > kMostHeads) {
+                 throw std::invalid_argument("q_heads is " + std::to_string(q_heads) + " and kv_heads " +
+                                             std::to_string(kv_heads) +
+                                             "; expected a multiple of kv_heads, up to 65536");
+               }
+               if (head_dim < 16 || head_dim > 256 || head_dim % 16 != 0) {
+                 throw std::invalid_argument("head_dim is " + std::to_string(head_dim) +
+                                             "; expected a multiple of 16 up to 256");
+               }
+               if (dtype < 0 || dtype > 2 || kv_dtype < 0 || kv_dtype > 3) {
+                 throw std::invalid_argument("dtype is " + std::to_string(dtype) + " and kv_dtype " +
+                                             std::to_string(kv_dtype) + "; expected 0 to 2, and 0 to 3");
+               }
                AttentionParams made{};
                made.q_heads = q_heads;
                made.kv_heads = kv_heads;

@@ -25,14 +25,14 @@ Prompts checked(const Tokens& tokens, const Offsets& offsets) {
     throw std::invalid_argument("offsets must be one-dimensional with one entry more than there are prompts");
   }
   const py::ssize_t count = offsets.shape(0) - 1;
-  if (count > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("more than 2^31 - 1 prompts");
+  if (count >= std::numeric_limits<int32_t>::max()) throw std::invalid_argument("more than 2^31 - 2 prompts");
   const int64_t* bounds = offsets.data();
   if (bounds[0] != 0) throw std::invalid_argument("offsets[0] is " + std::to_string(bounds[0]) + ", expected 0");
   for (py::ssize_t i = 0; i < count; ++i) {
-    const int64_t length = bounds[i + 1] - bounds[i];
-    if (length < 0 || length > std::numeric_limits<int32_t>::max()) {
-      throw std::invalid_argument("prompt " + std::to_string(i) + " has " + std::to_string(length) +
-                                  " tokens; expected 0 to 2^31 - 1");
+    // What comes before is not negative, so that the difference does not overflow.
+    if (bounds[i + 1] < bounds[i] || bounds[i + 1] - bounds[i] > std::numeric_limits<int32_t>::max()) {
+      throw std::invalid_argument("prompt " + std::to_string(i) + " lies in [" + std::to_string(bounds[i]) + ", " +
+                                  std::to_string(bounds[i + 1]) + "); expected 0 to 2^31 - 1 tokens");
     }
   }
   if (bounds[count] != tokens.shape(0)) {

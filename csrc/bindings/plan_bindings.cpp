@@ -66,6 +66,10 @@ void bind_forest(py::module_& m) {
           [](RadixMirror& mirror, const Lengths& last_nodes, const Lengths& prefix_lens,
              const std::optional<py::array_t<bool, py::array::c_style>>& live) {
             if (last_nodes.ndim() != 1) throw std::invalid_argument("last_nodes must be one-dimensional");
+            if (last_nodes.shape(0) > kMostNewTokens) {
+              throw std::invalid_argument("a batch of " + std::to_string(last_nodes.shape(0)) +
+                                          " requests; expected at most 2^24");
+            }
             const auto num_requests = static_cast<int32_t>(last_nodes.shape(0));
             const int64_t* prefix = lengths_data(prefix_lens, "prefix_lens", num_requests);
             if (live && (live->ndim() != 1 || live->shape(0) != num_requests)) {
@@ -202,8 +206,10 @@ void bind_planner(py::module_& m) {
       [](const Lengths& seq_lens, const Lengths& before, int64_t growth) {
         if (seq_lens.ndim() != 1 || before.ndim() != 1 || seq_lens.size() != before.size()) return false;
         const int64_t* now = seq_lens.data();
-        return std::all_of(before.data(), before.data() + before.size(),
-                           [&](int64_t length) { return *now++ == length + growth; });
+        return std::all_of(before.data(), before.data() + before.size(), [&](int64_t length) {
+          int64_t grown;
+          return !__builtin_add_overflow(length, growth, &grown) & (*now++ == grown);
+        });
       },
       py::arg("seq_lens"), py::arg("before"), py::arg("growth"),
       "Whether each length is the one before plus `growth`; False if they are not as many.");

@@ -16,9 +16,14 @@ void require(bool holds, const char* what, int64_t index, const char* value_name
 
 bool inside(int64_t value, int64_t limit) { return value >= 0 && value < limit; }
 
+// Query heads of a KV head times queries of an item: a thread's scratch buffer has memory for them.
+constexpr int64_t kMostItemRows = int64_t{1} << 20;
+constexpr int64_t kMostPositions = INT32_MAX;  // of a request
+
 }  // namespace
 
 void check_inputs(const Plan& plan, const AttentionParams& params, const TensorSizes& sizes) {
+  const int64_t group = params.q_heads / params.kv_heads, context = std::min(sizes.max_context, kMostPositions);
   if (plan.num_requests > sizes.num_requests) {
     throw std::invalid_argument("the plan is for " + std::to_string(plan.num_requests) +
                                 " requests, but seq_lens has " + std::to_string(sizes.num_requests) + " entries");
@@ -26,8 +31,8 @@ void check_inputs(const Plan& plan, const AttentionParams& params, const TensorS
   for (int32_t request = 0; request < plan.num_requests; ++request) {
     require(inside(params.req_pool_indices[request], sizes.max_requests), "request", request, "req_pool_indices",
             params.req_pool_indices[request], sizes.max_requests);
-    require(inside(params.seq_lens[request], sizes.max_context + 1), "request", request, "seq_lens",
-            params.seq_lens[request], sizes.max_context + 1);
+    require(inside(params.seq_lens[request], context + 1), "request", request, "seq_lens", params.seq_lens[request],
+            context + 1);
   }
   for (int32_t query = 0; query < plan.num_queries; ++query) {
     require(inside(plan.query_token[query], sizes.num_tokens), "query", query, "row of q", plan.query_token[query],
@@ -40,10 +45,12 @@ void check_inputs(const Plan& plan, const AttentionParams& params, const TensorS
   find_ranges(plan, params, step);
   for (size_t i = 0; i < plan.items.size(); ++i) {
     const int32_t request = plan.items[i].request;
+    require(plan.items[i].query_count * group <= kMostItemRows, "item", i, "number of rows",
+            plan.items[i].query_count * group, kMostItemRows + 1);
     const KvRange range = step.ranges[i];
     if (range.begin == range.end) continue;
-    require(inside(range.begin, sizes.max_context), "item", i, "first KV position", range.begin, sizes.max_context);
-    require(range.end <= sizes.max_context, "item", i, "last KV position", range.end - 1, sizes.max_context);
+    require(inside(range.begin, context), "item", i, "first KV position", range.begin, context);
+    require(range.end <= context, "item", i, "last KV position", range.end - 1, context);
     const int32_t* slots = params.req_to_token + params.req_pool_indices[request] * params.req_to_token_stride;
     uint32_t largest = 0;  // unsigned, so that a negative slot counts as too large
     for (int32_t position = range.begin; position < range.end; ++position) {

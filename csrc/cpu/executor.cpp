@@ -13,7 +13,7 @@ namespace prefixpack {
 namespace {
 
 // Calls of fewer multiply-adds end before a second thread has woken up.
-constexpr int64_t kInlineWork = 1 << 18;
+constexpr double kInlineWork = 1 << 18;
 
 std::vector<const Kernels*> find_kernels() {
   std::vector<const Kernels*> found;

@@ -21,6 +21,8 @@ struct TensorSizes {
 // that the plan reads, once per item, which is cheap beside reading the keys.
 void check_inputs(const Plan& plan, const AttentionParams& params, const TensorSizes& sizes);
 
+constexpr int kMostThreads = 1 << 16;
+
 // Computes o (and lse) of every query of the plan; rows of q without a query are left unchanged. lse: natural logarithm
 // of the whole denominator, sinks included. The result does not depend on `threads`: one thread sums each item, and
 // partials are combined in the plan's order. isa: "" for the best of this machine, or a name from supported_isas.

@@ -50,7 +50,9 @@ void Step::lay_out(const Plan& plan, const AttentionParams& params, int threads)
     work += work_of_head(i);
     row_tokens += (ranges[i].end - ranges[i].begin) * (plan.items[i].query_count * group);
   }
-  multiply_adds = 2 * row_tokens * params.kv_heads * params.head_dim;
+  multiply_adds = 2.0 * static_cast<double>(row_tokens) * params.kv_heads * params.head_dim;
+  // More work than this makes no larger chunks.
+  work = std::min(work, kChunkWork * threads * kChunksPerThread);
   const int64_t chunk_work = std::min(kChunkWork, work * params.kv_heads / (threads * kChunksPerThread));
   chunks.clear();
   const auto add_chunks = [&](bool computing) {

@@ -28,7 +28,7 @@ struct Step {
   // Compute-bound chunks, then memory-bound ones; each in the order of the plan's items.
   std::vector<WorkChunk> chunks;
   int64_t compute_bound_chunks = 0;
-  int64_t multiply_adds = 0;
+  double multiply_adds = 0;
 
   void lay_out(const Plan& plan, const AttentionParams& params, int threads);
 };

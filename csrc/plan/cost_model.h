@@ -126,8 +126,9 @@ class CostModel {
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
-    const int32_t steps = rows * levels.steps;
-    const double by_worker = levels.count * (device_.combine_latency + device_.combine_step * steps);
+    const int64_t steps = int64_t{rows} * levels.steps;
+    const double by_worker =
+        levels.count * (device_.combine_latency + device_.combine_step * static_cast<double>(steps));
     if (!uniform_rows_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
     const int32_t turns = (partials + kDeferredWidth - 1) / kDeferredWidth;
     return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);

@@ -18,6 +18,7 @@ namespace prefixpack {
 namespace {
 
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
+constexpr int64_t kMostWorkTiles = int64_t{1} << 26;  // they are numbered in 32 bits, and more would take gigabytes
 // Stream classes: two for each of three tile widths, first reader and sibling, then two for warps. The last one is of
 // rows that CTAs store.
 constexpr int32_t kWarpClass = 6, kStores = 8, kClasses = 9;
@@ -380,7 +381,11 @@ Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const Mode
   for (int32_t request = 0; request < plan.num_requests; ++request) {
     require(seq_lens[request] >= 1 && seq_lens[request] <= INT32_MAX, "seq_lens must lie in 1 .. 2^31 - 1");
   }
-  return Simulation(plan, seq_lens, checked(shape), checked(machine)).run();
+  const int64_t heads_and_parts = int64_t{checked(shape).kv_heads} * checked(machine).narrow_parts;
+  const int64_t most = std::max(static_cast<int64_t>(plan.items.size()), int64_t{plan.num_queries});
+  require(most * heads_and_parts <= kMostWorkTiles,
+          "the plan has up to " + std::to_string(most * heads_and_parts) + " work tiles; expected at most 2^26");
+  return Simulation(plan, seq_lens, shape, machine).run();
 }
 
 }  // namespace prefixpack

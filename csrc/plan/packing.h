@@ -27,6 +27,8 @@ struct Packing {
   double cost = 0;                     // seconds, see CostModel
 };
 
+constexpr int64_t kMostNewTokens = int64_t{1} << 24;  // of a step, and so its requests
+
 // Lengths of a batch by batch index.
 struct BatchLens {
   const int64_t* seq_lens;

@@ -13,7 +13,6 @@ namespace {
 
 // Levels of a forest: the packing recurses once per level, and partials grow with the square of the depth.
 constexpr int32_t kMaxDepth = 4096;
-constexpr int64_t kMostNewTokens = int64_t{1} << 30;  // of a step; loops over tiles of queries count a little further
 
 }  // namespace
 
@@ -32,7 +31,7 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
            std::to_string(forest.tail_begin[request]) + ") and its " + std::to_string(query_len) + " new tokens");
     }
     num_queries += query_len;
-    if (num_queries > kMostNewTokens) fail("with it the step has more than 2^30 new tokens");
+    if (num_queries > kMostNewTokens) fail("with it the step has more than 2^24 new tokens");
   }
 }
 
@@ -90,8 +89,11 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   if (query_lens != nullptr) planned->query_lens.assign(query_lens, query_lens + forest->num_requests);
   planned->tail_reads.assign(forest->num_requests, 0);
   for (const WorkItem& item : plan.items) planned->tail_reads[item.request] += item.kv_end == kOpenEnd;
-  planned->growth_limit = std::min(schedule.growth_limit, max_growth_);
   planned->lens.assign(seq_lens, seq_lens + forest->num_requests);
+  int64_t longest = 0;
+  for (int64_t length : planned->lens) longest = std::max(longest, length);
+  const int64_t room = INT32_MAX - longest;  // a length beyond is refused, also where the plan could be reused
+  planned->growth_limit = static_cast<int32_t>(std::min<int64_t>({schedule.growth_limit, max_growth_, room}));
   planned->forest = forest;
   kv_tokens_ = {plan.kv_tokens_packed, plan.kv_tokens_per_request, plan.kv_tokens_unique};
   ++plans_made_;

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
+
+#include "plan/checks.h"
 
 namespace prefixpack {
 
@@ -14,6 +17,14 @@ constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
 constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
 constexpr double kWorthWidening = 0.95;   // of the time with narrow items
+// Of a plan: partial results, and work items. They are numbered in 32 bits, and more would take gigabytes.
+constexpr int64_t kMostPartials = int64_t{1} << 26;
+
+void require_few(int64_t number, const char* of) {
+  if (number <= kMostPartials) return;  // no string is made for it
+  require(false, "the step needs " + std::to_string(number) + " or more " + of +
+                     "; a plan has at most 2^26: fewer workers split its KV less often");
+}
 
 int32_t queries_of(const Tile* lead, const Tile* after) {
   return after[-1].query_begin + after[-1].query_count - lead->query_begin;
@@ -89,6 +100,7 @@ void Scheduler::count_partials(const std::vector<Pack>& packs) {
   int32_t* const partials = partials_.data();
   for (const Pack& pack : packs) {
     num_partials_ += pack.query_count;
+    require_few(num_partials_, "partial results");
     int32_t* const first = partials + pack.query_begin;
     ++first[0];
     for (int32_t i = 1; i < pack.query_count; ++i) ++first[i];
@@ -131,16 +143,20 @@ void Scheduler::count_splits() {
   queue_.make_room(tiling_->size());
   QueuedPack* queued = queue_.data();
   num_items_ = tiling_->size();
+  int64_t num_partials = num_partials_;
   for (const Tile *lead = tiling_->begin(), *end = tiling_->end(); lead != end;) {
     const Tile* const after = tiling_->pack_end(lead);
     const int32_t splits = tiling_->splits(*lead);
     *queued++ = {lead,   tiling_->split_seconds(*lead, splits), 0, kWriteThrough,
                  splits, static_cast<int32_t>(after - lead)};
     if (splits > 1) {
-      const int32_t more = Tiling::num_splits(*lead, splits) - 1;
-      int32_t* const partials = partials_.data() + lead->query_begin;
-      for (int32_t i = 0, queries = queries_of(lead, after); i < queries; ++i) partials[i] += more;
+      const int32_t more = Tiling::num_splits(*lead, splits) - 1, queries = queries_of(lead, after);
+      num_partials += int64_t{more} * queries;
       num_items_ += more * (after - lead);
+      require_few(num_partials, "partial results");
+      require_few(static_cast<int64_t>(num_items_), "work items");
+      int32_t* const partials = partials_.data() + lead->query_begin;
+      for (int32_t i = 0; i < queries; ++i) partials[i] += more;
     }
     lead = after;
   }
@@ -280,7 +296,7 @@ int32_t Scheduler::growth_limit(int32_t num_requests) const {
   const double slack = kDriftTolerance * tiling_->finish() - longest_open_;
   const double closing = work_tile_growth - kDriftTolerance * even_growth;
   if (closing <= 0) return INT32_MAX;
-  return std::max(kMinGrowth, static_cast<int32_t>(std::min(slack / closing, 1e9)));
+  return static_cast<int32_t>(std::clamp(slack / closing, double{kMinGrowth}, 1e9));
 }
 
 }  // namespace prefixpack

@@ -19,6 +19,7 @@ constexpr int32_t kMinSplitTokens = 128;  // shorter splits cost more in partial
 inline int32_t splits_needed(double duration, int32_t tokens, double longest) {
   if (duration <= longest) return 1;
   const double wanted = duration / longest;
+  if (!(wanted < INT32_MAX)) return 1;  // `longest` is what rounding left of no work
   auto splits = static_cast<int32_t>(wanted);
   splits += splits < wanted;  // rounded up
   return std::max(1, std::min(splits, tokens / kMinSplitTokens));

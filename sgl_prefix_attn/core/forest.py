@@ -59,10 +59,12 @@ class PrefixForest:
             new_ends: list[int] = []
             for index, (node, start, end) in enumerate(path):
                 where = f"request {request}, segment {index} (node {node}, [{start}, {end}))"
-                if node < 0:
-                    raise ValueError(f"{where}: node ids are not negative")
+                if not 0 <= node < 2**63:
+                    raise ValueError(f"{where}: expected a node id from 0 to 2^63 - 1")
                 if start != position or end <= start:
                     raise ValueError(f"{where}: expected a range that starts at {position} and is not empty")
+                if end >= 2**31:
+                    raise ValueError(f"{where}: expected an end of at most 2^31 - 1")
                 known = ranges.get(node)
                 if known is None:
                     ranges[node] = (parent, start, end)

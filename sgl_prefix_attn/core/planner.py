@@ -18,6 +18,8 @@ OPEN_END = -1
 WRITE_THROUGH = -1
 
 DEFAULT_MAX_GROWTH = 64
+# What native code takes. It names the narrower range of each figure itself.
+_KINDS = {int: "an integer from -2^31 to 2^31 - 1", float: "a number", list: "integers from -2^31 to 2^31 - 1"}
 
 
 class PlanError(ValueError):
@@ -156,7 +158,11 @@ class DeviceModel:
         """The same figures for the native planner. By name: two figures in a wrong order would go unnoticed."""
         model = _native.DeviceModel()
         for name, value in asdict(self).items():
-            setattr(model, name, value)
+            try:
+                setattr(model, name, value)
+            except TypeError:
+                kind = _KINDS[type(getattr(model, name))]
+                raise ValueError(f"{name} is {value!r}; expected {kind}") from None
         return model
 
     @classmethod
@@ -262,6 +268,9 @@ class Planner:
     def __init__(self, shape: ModelShape, device: DeviceModel, *, max_growth: int = DEFAULT_MAX_GROWTH) -> None:
         self.shape = shape
         self.device = device
+        for name, value in {**asdict(shape), "max_growth": max_growth}.items():
+            if not -(2**31) <= value < 2**31:
+                raise ValueError(f"{name} is {value}; expected {_KINDS[int]}")
         self._native = _native.Planner(_native.ModelShape(**asdict(shape)), device.native(), max_growth)
 
     def plan(self, forest: PrefixForest, seq_lens: Int64Array, query_lens: Int64Array | None = None) -> Plan:

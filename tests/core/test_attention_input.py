@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_prefix_attn import _native
 from tests.core.batches import Batch, make_batch, refused
 
 
@@ -85,4 +86,26 @@ def test_bad_numbers_are_named(batch: Batch) -> None:
     for scale in (math.inf, math.nan):
         refused(batch, f"scale is {scale}", scale=scale)
     refused(batch, "threads is 0", threads=0)
+    for threads in (2**16 + 1, 2**31 - 1, 2**40):
+        refused(batch, f"threads is {threads}; expected 1 to 65536", threads=threads)
     refused(batch, r"isa 'mmx' is not available here; expected one of .*baseline", isa="mmx")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 0}, "kv_heads 0; expected a multiple"),
+        ({"q_heads": 9}, "q_heads is 9 and kv_heads 2"),
+        ({"q_heads": 2**17}, "q_heads is 131072 .* up to 65536"),
+        ({"head_dim": 272}, "head_dim is 272; expected a multiple of 16 up to 256"),
+        ({"head_dim": -16}, "head_dim is -16"),
+        ({"dtype": 3}, "dtype is 3"),
+        ({"kv_dtype": 4}, "kv_dtype 4"),
+    ],
+)
+def test_native_parameters_of_no_kernel_are_refused(change: dict[str, int], message: str) -> None:
+    """The kernels keep a row of 256 elements on the stack and divide by the KV heads."""
+    fits = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": 0, "kv_dtype": 0}
+    _native.AttentionParams(**fits)
+    with pytest.raises(ValueError, match=message):
+        _native.AttentionParams(**{**fits, **change})

@@ -145,8 +145,8 @@ def test_very_deep_trees_are_planned_in_time() -> None:
         ([120, 1 << 40], None, r"request 1: .* exceeds 2\^31 - 1"),
         ([120, 130], [1, 0], "request 1: query length 0 is not positive"),
         ([120, 130], [1, 31], "request 1: .* and its 31 new tokens"),
-        ([2**31 - 1] * 2, [2**29, 2**29 + 1], r"request 1: with it the step has more than 2\^30 new tokens"),
-        ([2**31 - 1] * 2, [2**31 - 200, 1], r"request 0: with it the step has more than 2\^30 new tokens"),
+        ([2**31 - 1] * 2, [2**23, 2**23 + 1], r"request 1: with it the step has more than 2\^24 new tokens"),
+        ([2**31 - 1] * 2, [2**31 - 200, 1], r"request 0: with it the step has more than 2\^24 new tokens"),
         ([-(2**63), 130], None, "request 0: sequence length -9223372036854775808"),
         ([120, 130], [1, 2**63 - 1], "request 1: .* and its 9223372036854775807 new tokens"),
         ([120], None, "seq_lens must have one entry for each of the 2 requests"),
@@ -172,15 +172,32 @@ def test_whatever_the_native_planner_raises_is_a_plan_error(kind: type[Exception
     assert isinstance(raised.value.__cause__, kind)
 
 
+def test_partial_results_are_counted_in_64_bits() -> None:
+    """As many workers and as wide tiles as there may be: a few splits for each worker, with 65,536 queries each."""
+    device = replace(DeviceModel.cpu(1), workers=2**16, item_overhead=0.0, tile_rows=(2**16,), bandwidth=1e15)
+    forest, lens = PrefixForest.from_paths([[(0, 0, 2**30)]] * 2**16), np.full(2**16, 2**30 + 1)
+    with pytest.raises(PlanError, match=r"the step needs \d+ or more partial results; a plan has at most 2\^26"):
+        Planner(ModelShape(1, 1, 128), device).plan(forest, lens)
+
+
+def test_a_plan_is_not_reused_beyond_the_longest_sequence() -> None:
+    planner, forest = Planner(SHAPES[0], DEVICES[0]), PrefixForest.from_paths([[]])
+    planner.plan(forest, int64_array([2**31 - 3]))
+    planner.plan(forest, int64_array([2**31 - 1]))
+    with pytest.raises(PlanError, match=r"sequence length 2147483648 exceeds 2\^31 - 1"):
+        planner.plan(forest, int64_array([2**31]))
+
+
 def test_a_plan_that_memory_cannot_hold_is_a_plan_error() -> None:
-    """In a process whose address space ends soon: a billion query tokens."""
+    """In a process whose address space ends soon: as many query tokens as a step may have."""
     code = """
 import resource
 import numpy as np
 from sgl_prefix_attn import DeviceModel, ModelShape, PlanError, Planner, PrefixForest
 planner, forest = Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132)), PrefixForest.from_paths([[]], prefix_lens=[0])
-tokens = np.array([1_000_000_000])
-resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+tokens = np.array([1 << 24])
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
 try:
     planner.plan(forest, tokens, tokens)
 except PlanError as error:
@@ -207,6 +224,7 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
             planner.plan(forest, last + 4)
 
 
+COUNTS = ("workers", "combine_rows", "combine_width", "narrow_parts", "narrow_per_worker")
 RATES = ("bandwidth", "flops", "wide_flops", "lone_speedup")
 TIMES = (
     "item_overhead", "narrow_overhead", "combine_latency", "combine_step", "deferred_combine", "deferred_combine_step",
@@ -218,24 +236,31 @@ TIMES = (
     ("shape", "device", "message"),
     [
         (ModelShape(12, 5, 64), DEVICES[0], "q_heads 12 is no multiple of kv_heads 5"),
-        (ModelShape(8, 8, 0), DEVICES[0], "head_dim 0 is not positive"),
-        (SHAPES[0], DeviceModel(0, 1.0, 1.0, 0.0, 0.0, (16,)), "workers 0 is not positive"),
+        (ModelShape(8, 8, 0), DEVICES[0], "head_dim is 0; expected 1 to 65536"),
+        (SHAPES[0], DeviceModel(0, 1.0, 1.0, 0.0, 0.0, (16,)), "workers is 0; expected 1 to 65536"),
         (SHAPES[0], DeviceModel(1, -1.0, 1.0, 0.0, 0.0, (16,)), "bandwidth and flops must be positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 0.0, (32, 16)), "tile_rows must ascend"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 2.0, (16,)), "reread must lie in 0 .. 1"),
-        (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), narrow_parts=0), "narrow_parts 0 is not positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), overlap=1.5), "overlap must lie in 0 .. 1"),
         *((SHAPES[0], replace(DEVICES[2], **{name: value}), "finite")
           for name in RATES for value in (0.0, math.inf, math.nan, 1e-300, 1e300)),
         *((SHAPES[0], replace(DEVICES[2], **{name: value}), "finite")
           for name in TIMES for value in (-1.0, math.inf, math.nan)),
-        *((SHAPES[0], replace(DEVICES[2], **{name: 0}), "must be positive")
-          for name in ("combine_rows", "combine_width", "combine_fan_in")),
-        # Tables by rows and sums of rows stay small.
-        (ModelShape(2**31 - 1, 1, 64), DEVICES[0], r"q_heads 2147483647 is more than 2\^16"),
-        (SHAPES[0], replace(DEVICES[2], tile_rows=(32, 2**31 - 1)), r"tile_rows has 2147483647, .* more than 2\^16"),
-        *((SHAPES[0], replace(DEVICES[2], **{name: 2**31 - 1}), r"must be at most 2\^16")
-          for name in ("combine_rows", "combine_width")),
+        # Tables by rows stay small, and products of figures fit 64 bits.
+        *((SHAPES[0], replace(DEVICES[2], **{name: value}), rf"{name} is {value}; expected [01] to 65536")
+          for name in (*COUNTS, "narrow_rows", "wide_rows") for value in (-1, 2**16 + 1, 2**31 - 1)),
+        *((SHAPES[0], replace(DEVICES[2], **{name: 0}), f"{name} is 0; expected 1 to 65536") for name in COUNTS),
+        *((SHAPES[0], replace(DEVICES[2], **{name: value}), rf"{name} is {value}; expected an integer from -2\^31")
+          for name in (*COUNTS, "combine_fan_in", "wide_rows") for value in (2**31, -(2**31) - 1, 2**70)),
+        (SHAPES[0], replace(DEVICES[2], combine_fan_in=0), "combine_fan_in is 0; expected 1 to 2147483647"),
+        (SHAPES[0], replace(DEVICES[2], narrow_to_fill=99), "narrow_to_fill is 99; expected 1 to 8"),
+        (SHAPES[0], replace(DEVICES[2], bandwidth="fast"), "bandwidth is 'fast'; expected a number"),
+        (SHAPES[0], replace(DEVICES[2], tile_rows=(32, 2**31 - 1)), "a number of tile_rows is 2147483647; expected"),
+        (SHAPES[0], replace(DEVICES[2], tile_rows=(32, 2**31)), "tile_rows is .*; expected integers from"),
+        *((replace(ModelShape(8, 1, 64), **{name: 2**31 - 1}), DEVICES[0], f"{name} is 2147483647; expected 1 to 65536")
+          for name in ("q_heads", "head_dim", "kv_bytes", "partial_bytes")),
+        (ModelShape(8192, 8192, 64), DEVICES[0], "kv_heads is 8192; expected 1 to 4096"),
+        (ModelShape(2**40, 1, 64), DEVICES[0], r"q_heads is 1099511627776; expected an integer from -2\^31"),
     ],
 )  # fmt: skip
 def test_bad_shapes_and_devices_are_named(shape: ModelShape, device: DeviceModel, message: str) -> None:
@@ -268,6 +293,7 @@ def test_an_overhead_that_dwarfs_the_work_orders_the_queue_somehow() -> None:
     [
         ([8, 10, 12], 3, True), ([5, 7, 9], 0, True), ([8, 10, 12], 2, False), ([8, 10, 13], 3, False),
         ([7, 10, 12], 3, False), ([8, 10], 3, False), ([8, 10, 12, 14], 3, False), ([], 3, False),
+        ([8, 10, 12], 2**63 - 1, False),
     ],
 )  # fmt: skip
 def test_all_lengths_have_grown_alike(after: list[int], growth: int, grown: bool) -> None:

@@ -126,7 +126,8 @@ def test_a_part_of_the_tree_is_the_tree_of_that_part(prompts, data):
     ("offsets", "message"),
     [
         ([1, 3], r"offsets\[0\] is 1"),
-        ([0, 3, 2, 4], "prompt 1 has -1 tokens"),
+        ([0, 3, 2, 4], "prompt 1 lies in .3, 2.; expected 0 to 2.31 - 1 tokens"),
+        ([0, -(2**63), 2**63 - 1, 4], "prompt 0 lies in .0, -9223372036854775808."),
         ([0, 3], "offsets end at 3, but there are 4 tokens"),
         ([], "one entry more"),
     ],

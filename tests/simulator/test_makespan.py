@@ -43,7 +43,7 @@ def test_a_combine_is_waited_for() -> None:
 
 @pytest.mark.parametrize("name", ["bandwidth", "cta_store", "lone_speedup", "key_tile"])
 def test_figures_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match=r"positive|key_tile is 0; expected 1 to 65536"):
         simulated([100], **{name: 0 if name == "key_tile" else 0.0})
 
 
@@ -173,3 +173,17 @@ def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
     assert np.median(unshared) < 0.8
     assert np.median(two_level) <= 1
     assert np.median(evenness) <= 1.1
+
+
+@pytest.mark.parametrize("value", [-1, 2**16 + 1, 2**31 - 1])
+@pytest.mark.parametrize("name", ["warps", "key_tile"])
+def test_whole_figures_have_a_range(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value}; expected 1 to (32|65536)"):
+        simulated([100], **{name: value})
+
+
+def test_work_tiles_are_counted_in_64_bits() -> None:
+    device, lens = DeviceModel.gpu(132), np.array([5000] * 40)
+    plan = Planner(SHAPE, device).plan(PrefixForest.from_paths([[]] * 40), lens)
+    with pytest.raises(ValueError, match=r"up to \d+ work tiles; expected at most 2\^26"):
+        makespan(plan, lens, ModelShape(4096, 4096, 128), replace(device, narrow_parts=2**13))
