@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
+from sgl_prefix_attn.offline.identity import job_identity
 from sgl_prefix_attn.offline.journal import JournalError, has_results, may_replace, unfinished
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ordered", action="store_true", help="results in the order of IN (default: as they finish)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT and errors file")
+    parser.add_argument("--restart", action="store_true", help="discard what an interrupted run of OUT has finished")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="engines to run, each with its groups")
     parser.add_argument(
         "--ray",
@@ -176,6 +178,8 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         window=args.window,
         grouped=not args.no_grouping,
         overwrite=args.overwrite,
+        job=job_identity(arguments, server.model_path),
+        restart=args.restart,
     )
 
 

@@ -1,7 +1,7 @@
 """The checkpoint of a batch run: an append-only file of finished requests, each written to disk before it counts.
 
 A killed run leaves at most one incomplete line at the end. The next run cuts it off, once the rest has been
-found to be a journal: a file of the user's own stays as it is.
+found to be a journal: a file of the user's own stays as it is. Every line ends with a checksum of what it says.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import reprlib
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-_VERSION = 1
-FieldT = TypeVar("FieldT")
+_VERSION = 2
 # Start of every header.
-_HEADER = b'{"version":1,"input_sha256":"'
+_HEADER = b'{"version":2,"input_sha256":"'
 # Start of the line that a run with another errors file than the header's writes.
 _ERRORS = b'{"errors":'
 
@@ -48,13 +47,15 @@ class Finished:
 class Journal:
     """Opens the journal at `path`, or starts one, for an input file and a model.
 
-    A journal of another input or model that has no results is overwritten.
+    A journal of another input, model or job that has no results is overwritten.
 
     Args:
         source: the input file.
         errors: the errors file of this run; a later run may replace it.
         kept: files that only the job that they belong to may replace: a new job is refused if one exists, and a job
             that goes on if its errors file is one that it has not had yet.
+        job: what else a run has to have in common with those before it, by the name that an error gives it.
+        anew: discards the results of a journal, whoever wrote it.
 
     Attributes:
         finished: lines of the input that are finished.
@@ -66,25 +67,34 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, source: Path, model: str, errors: Path | None = None, kept: Sequence[Path] = ()
+        self,
+        path: Path,
+        source: Path,
+        model: str,
+        errors: Path | None = None,
+        kept: Sequence[Path] = (),
+        job: Mapping[str, str] | None = None,
+        *,
+        anew: bool = False,
     ) -> None:
         self.path = path
         self._errors = None if errors is None else _name(errors)
         self._kept = kept
+        self._anew = anew
         self.finished: set[int] = set()
         self._fd = self._locked()
         self.created = 0
         if os.path.isdir(model):
             model = os.path.normpath(model)  # with a slash at its end it is the same
         try:
-            self._open(_digest(source), model)
+            self._open(_digest(source), model, dict(job or {}))
         except BaseException:
             os.close(self._fd)
             raise
 
     def append(self, results: Sequence[Finished]) -> None:
         """Adds finished requests; when it returns, they are on disk."""
-        lines = [orjson.dumps({"line": r.line, "ok": r.ok, "record": r.record}) + b"\n" for r in results]
+        lines = [_sealed({"line": r.line, "ok": r.ok, "record": r.record}) for r in results]
         self._write(b"".join(lines))
         self.finished.update(result.line for result in results)
 
@@ -94,7 +104,7 @@ class Journal:
             offset = len(file.readline())
             for text in file:
                 if not _is_errors_line(text):
-                    yield offset, _finished(text)
+                    yield offset, self._finished(text, offset)
                 offset += len(text)
 
     def read_at(self, offsets: Sequence[int]) -> Iterator[Finished]:
@@ -102,7 +112,7 @@ class Journal:
         with self.path.open("rb") as file:
             for offset in offsets:
                 file.seek(offset)
-                yield _finished(file.readline())
+                yield self._finished(file.readline(), offset)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -138,84 +148,71 @@ class Journal:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
-    def _open(self, digest: str, model: str) -> None:
-        end = self._whole_lines()
+    def _open(self, digest: str, model: str, job: dict[str, str]) -> None:
+        end = 0 if self._anew else self._whole_lines()
+        if not self._anew and _is_whole(os.pread(self._fd, os.fstat(self._fd).st_size - end, end)[:-1] + b"\n"):
+            raise self._damaged("its last byte", b"")  # a torn line lacks more than that
         if end == 0:
             torn = os.pread(self._fd, len(_HEADER), 0)
             if not _HEADER.startswith(torn):
-                raise self._damaged(1, "no journal of a batch")
+                raise self._damaged("line 1", torn)
             os.ftruncate(self._fd, 0)
             try:
                 _refuse_existing(self._kept)
             except FileExistsError:
                 self.remove()  # or the next run would take the existing files for its own
                 raise
-            self._start(digest, model)
+            self._start(digest, model, job)
             return
         with self.path.open("rb") as file:
-            header = self._parsed(file.readline(), 1)
-            expected: tuple[tuple[str, object, str], ...] = (
-                ("version", _VERSION, "by another version of this program"),
-                ("input_sha256", digest, "for another input file, or the file was changed"),
-                ("model", model, f"with the model {header.get('model')!r}, not {model!r}"),
-            )
-            wrong = next((what for key, value, what in expected if header.get(key) != value), None)
+            header = self._parsed(file.readline(), "line 1")
+            wrong = _difference(header, {"input_sha256": digest, "model": model, "job": job})
             # A run without results, because of an error in its input or model, has nothing to lose.
-            empty = file.tell() == end and header.get("version") == _VERSION and "input_sha256" in header
+            empty = file.tell() == end
             if empty and (wrong is not None or header.get("errors") != self._errors):
                 _refuse_existing(path for path in self._kept if wrong is not None or _name(path) == self._errors)
                 os.ftruncate(self._fd, 0)
-                self._start(digest, model)
+                self._start(digest, model, job)
                 return
             if wrong is not None:
-                raise JournalError(
-                    f"{self.path} was written {wrong}; delete it to start anew, or choose another output"
-                )
-            self.created = self._field(header, "created", int, 1)
-            if "errors" in header:
-                self._field(header, "errors", str, 1)
+                raise JournalError(f"{self.path} was written {wrong}; --restart starts anew, or choose another output")
+            self.created = header["created"]
             for number, text in enumerate(file, 2):
                 if not text.endswith(b"\n"):
                     break
-                entry = self._parsed(text, number)
-                if _is_errors_line(text):
-                    self._field(entry, "errors", str, number)
-                    continue
-                self._field(entry, "ok", bool, number)
-                self._field(entry, "record", dict, number)
-                self.finished.add(self._field(entry, "line", int, number))
+                entry = self._parsed(text, f"line {number}")
+                if not _is_errors_line(text):
+                    self.finished.add(entry["line"])
         os.ftruncate(self._fd, end)
         if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
             _refuse_existing(path for path in self._kept if _name(path) == self._errors)
-            self._write(orjson.dumps({"errors": self._errors}) + b"\n")
+            self._write(_sealed({"errors": self._errors}))
 
-    def _start(self, digest: str, model: str) -> None:
+    def _start(self, digest: str, model: str, job: dict[str, str]) -> None:
         """Writes the header to the empty file."""
         self.created = int(time.time())
-        new = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
+        new: dict[str, Any] = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
         if self._errors is not None:
             new["errors"] = self._errors
-        self._write(orjson.dumps(new) + b"\n")
+        self._write(_sealed({**new, "job": job}))
         _sync_folder(self.path)
 
-    def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
-        try:
-            value = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise self._damaged(number, str(error)) from error
-        if not isinstance(value, dict):
-            raise self._damaged(number, f"a JSON {type(value).__name__}, expected an object")
+    def _parsed(self, text: bytes, where: str) -> dict[str, Any]:
+        """What a line says. Raises JournalError unless it is as it was written."""
+        if not _is_whole(text):
+            raise self._damaged(where, text)
+        value: dict[str, Any] = orjson.loads(text)
         return value
 
-    def _field(self, entry: dict[str, Any], name: str, kind: type[FieldT], number: int) -> FieldT:
-        """The value of a field. Raises JournalError unless it is of this type."""
-        value = entry.get(name)
-        if type(value) is not kind:
-            raise self._damaged(number, f"{name} = {reprlib.repr(value)}, expected a value of type {kind.__name__}")
-        return value
+    def _finished(self, text: bytes, offset: int) -> Finished:
+        entry = self._parsed(text, f"byte {offset}")
+        return Finished(entry["line"], entry["ok"], entry["record"])
 
-    def _damaged(self, number: int, reason: str) -> JournalError:
-        what = f"{self.path}, line {number}: not readable ({reason})"
+    def _damaged(self, where: str, text: bytes) -> JournalError:
+        line = re.match(rb'{"line":(\d+),', text)
+        if line is not None:
+            where += f" (the result of line {int(line[1])} of the batch file)"
+        what = f"{self.path}, {where}: not what a batch wrote there"
         return JournalError(f"{what}; delete the file to start anew, or choose another output")
 
     def _whole_lines(self) -> int:
@@ -303,9 +300,36 @@ def write_lines(path: Path, lines: Iterator[bytes]) -> int:
     return count
 
 
-def _finished(text: bytes) -> Finished:
-    entry = orjson.loads(text)
-    return Finished(entry["line"], entry["ok"], entry["record"])
+def _sealed(entry: dict[str, Any]) -> bytes:
+    """A line of the journal. Its checksum is that of all that stands before it."""
+    text = orjson.dumps(entry)[:-1] + b',"sum":"'
+    return text + _sum(text) + b'"}\n'
+
+
+def _is_whole(line: bytes) -> bool:
+    text = line[:-_SEAL_BYTES]
+    return line == text + _sum(text) + b'"}\n' and text != b""
+
+
+def _sum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+
+
+_SEAL_BYTES = len(_sum(b"") + b'"}\n')
+
+
+def _difference(header: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """How another job wrote a journal; None if it is the same job."""
+    if header["input_sha256"] != now["input_sha256"]:
+        return "for another input file, or the file was changed"
+    if header["model"] != now["model"]:
+        return f"with the model {header['model']!r}, not {now['model']!r}"
+    before = header["job"]
+    names = [name for name in {**before, **now["job"]} if before.get(name) != now["job"].get(name)]
+    return (
+        "; ".join(f"with {name} {before.get(name, 'none')}, not {now['job'].get(name, 'none')}" for name in names)
+        or None
+    )
 
 
 def _digest(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class BatchOptions:
             come in time to order the rest.
         grouped: False leaves order and admission to SGLang (for comparison).
         overwrite: a new job may replace an existing output and errors file.
+        job: what the runs of a job have in common besides the batch file and the model's name (see `Journal`).
+        restart: discards what earlier runs have finished.
     """
 
     source: Path
@@ -53,6 +55,8 @@ class BatchOptions:
     window: int = 512
     grouped: bool = True
     overwrite: bool = False
+    job: Mapping[str, str] = field(default_factory=dict)
+    restart: bool = False
 
     @property
     def journal(self) -> Path:
@@ -127,7 +131,9 @@ def run_batch(
     progress = progress or Progress(enabled=False)
     # The files may be those of a run that ended since the arguments were checked.
     kept = () if options.overwrite else (options.output, options.errors)
-    journal = Journal(options.journal, options.source, options.model, options.errors, kept)
+    journal = Journal(
+        options.journal, options.source, options.model, options.errors, kept, options.job, anew=options.restart
+    )
     try:
         _check_writable(options, journal)
         lines = _read(options.source)

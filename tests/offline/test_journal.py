@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_changed_input_or_model_is_refused(source):
     with pytest.raises(JournalError, match="with the model 'model', not 'other'"):
         open_journal(source, "other")
     source.write_text("another input\n")
-    with pytest.raises(JournalError, match="for another input file, or the file was changed; delete it"):
+    with pytest.raises(JournalError, match="for another input file, or the file was changed; --restart starts anew"):
         open_journal(source)
 
 
@@ -141,12 +142,12 @@ def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 1}\n', "was written for another input file"),
-        ('{"version": 1}\n{"torn', "was written for another input file"),
-        ("Monday: loss 2.1", "line 1: not readable"),
-        ("Monday: loss 2.1\nTuesday: loss 2.0", "line 1: not readable"),
-        ('{"version": 2, "of": "another program"', "line 1: not readable"),
-        ("[1]\n[2", "line 1: not readable"),
+        ('{"version": 1}\n', "line 1: not what"),
+        ('{"version": 1}\n{"torn', "line 1: not what"),
+        ("Monday: loss 2.1", "line 1: not what"),
+        ("Monday: loss 2.1\nTuesday: loss 2.0", "line 1: not what"),
+        ('{"version": 2, "of": "another program"', "line 1: not what"),
+        ("[1]\n[2", "line 1: not what"),
     ],
 )
 def test_a_file_that_is_no_journal_is_not_rewritten(source, text, message):
@@ -161,7 +162,7 @@ def test_damage_in_the_middle_is_refused_not_skipped(source):
     journal = run(source, 1, 2)
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(lines[0] + b"{damaged\n" + lines[2])
-    with pytest.raises(JournalError, match="line 2: not readable"):
+    with pytest.raises(JournalError, match="line 2: not what"):
         open_journal(source)
 
 
@@ -174,17 +175,66 @@ def test_damage_in_the_middle_is_refused_not_skipped(source):
 def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
     with run(source, 1).open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(JournalError, match=r"line 3: not readable .*; delete the file to start anew"):
+    with pytest.raises(JournalError, match=r"line 3: not what a batch wrote there; delete the file to start anew"):
         open_journal(source)
 
 
-@pytest.mark.parametrize("change", [{"created": None}, {"created": "today"}, {"created": True}, {"errors": 7}])
-def test_a_header_of_another_shape_is_refused(source, change):
-    journal = run(source, 1)
-    header, entry = journal.read_text().splitlines()
-    journal.write_text(f"{json.dumps(json.loads(header) | change)}\n{entry}\n")
-    with pytest.raises(JournalError, match="line 1: not readable"):
-        open_journal(source)
+def test_6000_changed_bytes_are_found_or_change_nothing_that_is_read(source):
+    """At drawn places. The error says where, and to which line of the batch file it belongs where that can be read."""
+    rng, journal = random.Random(6000), run(source, *range(1, 40), errors=source.with_name("errors"))
+    run(source, 40, errors=source.with_name("other"))
+    before, undamaged = journal.read_bytes(), state_of(source)
+    named = 0
+    for _ in range(6000):
+        at, change = rng.randrange(len(before)), rng.randrange(1, 256)
+        journal.write_bytes(before[:at] + bytes([before[at] ^ change]) + before[at + 1 :])
+        with pytest.raises(JournalError, match=r"(line \d+|its last byte).*: not what .*; delete the file") as error:
+            state_of(source)
+        of = re.search(r"line (\d+) \(the result of line (\d+) of the batch file\)", str(error.value))
+        named += of is not None
+    assert named > 4500
+    journal.write_bytes(before)
+    assert state_of(source) == undamaged
+
+
+def state_of(source) -> tuple[object, ...]:
+    """All that a run learns from its journal."""
+    journal = open_journal(source)
+    try:
+        return journal.created, journal.finished, list(journal.read())
+    finally:
+        journal.close()
+
+
+def test_a_byte_that_changes_while_the_batch_runs_is_found_when_the_output_is_written(source):
+    journal = open_journal(source)
+    journal.append(results(5, 6))
+    (_, first), (offset, _) = journal.read()
+    text = journal.path.read_bytes()
+    journal.path.write_bytes(text.replace(b'"of":6', b'"of":7'))
+    assert first == results(5)[0]
+    for read in (lambda: list(journal.read()), lambda: list(journal.read_at([offset]))):
+        with pytest.raises(JournalError, match=rf"byte {offset} \(the result of line 6 of the batch file\): not what"):
+            read()
+    journal.close()
+
+
+def test_another_job_is_refused_and_what_differs_is_named(source):
+    def opened(job: dict[str, str]) -> Journal:
+        return Journal(source.with_name("journal"), source, "model", job=job)
+
+    first = {"config.json": "one", "dtype": "half"}
+    journal = opened(first)
+    journal.append(results(1))
+    journal.close()
+    opened(dict(reversed(first.items()))).close()
+    for other, message in (
+        ({**first, "config.json": "two"}, "was written with config.json one, not two; --restart starts anew"),
+        ({"dtype": "half"}, "with config.json one, not none"),
+        ({**first, "a": "b", "dtype": "x"}, "with dtype half, not x; with a none, not b"),
+    ):
+        with pytest.raises(JournalError, match=message):
+            opened(other)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(source):
@@ -262,3 +312,23 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     assert write_lines(path, iter([b"one", b"two"])) == 2
     assert path.read_text() == "one\ntwo\n"
+
+
+def test_a_job_starts_anew_if_asked(source):
+    """Whatever the journal holds, unless it is no journal; a running job's is not touched."""
+    journal = run(source, 1)
+    for damage in (b"", b"x"):
+        journal.write_bytes(journal.read_bytes()[: -len(damage) or None] + damage)
+        running = Journal(journal, source, "another", job={"a": "b"}, anew=True)
+        assert running.finished == set()
+        with pytest.raises(JournalError, match="another process"):
+            Journal(journal, source, "another", anew=True)
+        running.append(results(2))
+        running.close()
+        again = Journal(journal, source, "another", job={"a": "b"})
+        assert again.finished == {2}
+        again.close()
+    journal.write_text("Monday: loss 2.1")
+    with pytest.raises(JournalError, match="line 1: not what a batch wrote"):
+        Journal(journal, source, "model", anew=True)
+    assert journal.read_text() == "Monday: loss 2.1"
