@@ -178,10 +178,8 @@ class PinningHooks:
 
     def _pins_changed(self, scheduler: Any, manager: PinningManager) -> None:
         """Updates the metrics at once. Whatever they do, the command was carried out."""
-        try:
+        with Guard(manager.counters, "pins.metrics"):
             self.state.flush_metrics(scheduler, manager)
-        except Exception:  # the one guard of the metrics
-            manager.counters.failed()
 
     def table(self) -> tuple[Hook, ...]:
         """The hooks for the installed SGLang."""
