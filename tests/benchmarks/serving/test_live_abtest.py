@@ -41,5 +41,5 @@ def test_they_wait_for_a_step_that_could_run_packed(ready: dict[str, Any], monke
 
 def test_why_no_step_could_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for last, fallbacks in ((state(), r"\{'graph': 7\}"), (None, r"\{\}")):
-        with pytest.raises(ServerError, match=f"no decode step could run packed within 60 s; fallbacks: {fallbacks}"):
+        with pytest.raises(ServerError, match=f"no decode step could run packed within 600 s; fallbacks: {fallbacks}"):
             waits(monkeypatch, last)
