@@ -96,7 +96,10 @@ def test_another_sglang_is_refused_before_anything_is_done(version, commands, tm
     monkeypatch.delenv("PREFIXPACK_ALLOW_UNTESTED_SGLANG", raising=False)
     words = ["--venv", str(tmp_path / "venv"), "--gpu", "no", "--sglang", version]
     assert setup_env.main(words) == 1
-    assert f"error: sglang {version}: this package serves 0.5.14 to 0.5.23; " in capsys.readouterr().err
+    assert (
+        f"error: sglang {version}: this package serves {versions.OLDEST} to {versions.NEWEST}; "
+        in capsys.readouterr().err
+    )
     assert (commands, list(tmp_path.iterdir())) == ([], [])
     monkeypatch.setenv("PREFIXPACK_ALLOW_UNTESTED_SGLANG", "1")
     assert setup_env.main(words) == 0

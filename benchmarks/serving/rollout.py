@@ -179,6 +179,9 @@ def opened(args: argparse.Namespace) -> dict[str, Any]:
     if args.resume and args.out is not None and args.out.exists():
         found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
         found["failures"] = {}
+        for row in found["runs"]:  # rows of before there were several seeds
+            for name, value in (("seed", found["seed"]), ("workload", "rollout"), ("whole_tokens_per_second", None)):
+                row.setdefault(name, value)
         return found
     seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
     return {

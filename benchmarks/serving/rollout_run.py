@@ -131,7 +131,11 @@ class Reader:
 def by_route(grown: dict[str, Any]) -> dict[str, int]:
     """Steps of a run by where they went and why."""
     routed, packed = grown.get("routed_steps", {}), grown.get("steps_packed", {})
-    unrouted = {**packed, "decode": max(0, packed.get("decode", 0) - routed.get("packed", 0))}
+    left, unrouted = routed.get("packed", 0), dict(packed)
+    for mode in ("decode", "verify"):  # the modes that have a route
+        taken = min(left, unrouted.get(mode, 0))
+        unrouted[mode] = unrouted.get(mode, 0) - taken
+        left -= taken
     return {
         **{f"routed {name}": count for name, count in routed.items()},
         **{f"packed {name}": count for name, count in unrouted.items() if count},
@@ -178,7 +182,7 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
     ]
     trace = kernel_profile.wait_for_trace(traces, TRACE_SECONDS) if args.profile_steps else None
     tokens = sum(len(sample.tokens) for answer in answers for sample in answer.samples)
-    of_group = len(requests) / len({request.prompt for request in requests})
+    of_group = len(requests) / len({request.name.rpartition("-")[0] for request in requests})
     return {
         "profile": None if trace is None else kernel_profile.read_trace(trace, args.profile_steps),
         "tokens_per_second": round(window.tokens / window.measured_seconds, 1),

@@ -8,25 +8,34 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-# Engines differ in it, and their number may change from one run to the next.
-_OF_AN_ENGINE = "--base-gpu-id"
+# Arguments of the machine. They change no token, and may change from one run to the next, as the number of engines.
+_OF_THE_MACHINE = frozenset(
+    {"--base-gpu-id", "--gpu-id-step", "--log-level", "--mem-fraction-static", "--nccl-port", "--port"}
+)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".py")  # configs, tokenizer, template, code
 _MOST_HEADER = 1 << 27  # bytes of a safetensors header
 
 
 def job_identity(arguments: Sequence[str], folder: str) -> dict[str, str]:
-    """By a name for the user: the engine's arguments, and a fingerprint of each file of the folder (if it is one).
+    """By a name for the user: the engine's arguments, and a fingerprint of each model file of the folder, if it is one.
 
-    Of weights it has the size, and the header where they are safetensors: reading terabytes would take hours.
+    Other files, as those that the batch itself writes, do not count. Nor does a slash behind the folder. Of weights it
+    has the size, and the header where they are safetensors: reading terabytes would take hours.
     """
-    shared = list(arguments)
-    if _OF_AN_ENGINE in shared:
-        at = shared.index(_OF_AN_ENGINE)
-        del shared[at : at + 2]
+    is_folder = os.path.isdir(folder)
+    shared, left = [], iter(arguments)
+    for argument in left:
+        name, equals, _ = argument.partition("=")
+        if name in _OF_THE_MACHINE:
+            if not equals:
+                next(left, None)
+        else:
+            shared.append(os.path.normpath(folder) if is_folder and argument == folder else argument)
     identity = {"the engine's arguments": shlex.join(shared)}
-    if os.path.isdir(folder):
+    if is_folder:
         for path in sorted(Path(folder).iterdir()):
-            if path.is_file():
+            if path.suffix in (*_READ_WHOLE, *_WEIGHTS) and path.is_file():
                 identity[f"the model's {path.name}"] = _fingerprint(path)
     return identity
 

@@ -103,6 +103,8 @@ def main(host: str, port: str, most: str) -> None:
         status = status_of(host, int(port), method, path, body, chunked=number % 2 == 1)
         statuses.setdefault(f"{method} {path[:30]}: {name}", set()).add(status)
         rounds = (number + 1) // len(sent)
+        if number + 1 == len(sent):
+            print("each body was sent", flush=True)
         if select.select([sys.stdin], [], [], 0)[0]:
             break
     print(json.dumps({"rounds": rounds, "statuses": {name: sorted(found) for name, found in statuses.items()}}))

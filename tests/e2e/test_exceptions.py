@@ -60,7 +60,8 @@ def server(model: Path, tmp_path: Path, faults: Faults, request: pytest.FixtureR
 def exported(server: Server, metric: str) -> dict[str, float]:
     """Values of a metric by its last label but those of SGLang."""
     found = re.findall(rf"^sglang[:_]prefixpack_{metric}\{{(.*)\}} (\S+)$", server.get("/metrics"), re.MULTILINE)
-    return {re.sub(r'(engine_type|model_name|\w+_rank|pid)="[^"]*",?', "", labels).strip(","): float(n) for labels, n in found}
+    of_sglang = re.compile(r'(engine_type|model_name|\w+_rank|pid)="[^"]*",?')
+    return {of_sglang.sub("", labels).strip(","): float(n) for labels, n in found}
 
 
 def inject(server: Server, faults: Faults, seed: int, count: int, expected, vocabulary) -> None:

@@ -48,3 +48,15 @@ def test_a_file_more_and_other_arguments_are_another_job(folder):
     (folder / "more.safetensors").touch()
     assert set(job_identity(["--dtype", "half"], str(folder))) - set(before) == {"the model's more.safetensors"}
     assert job_identity(["--dtype", "float"], "org/name") == {"the engine's arguments": "--dtype float"}
+
+
+def test_what_changes_no_token_is_the_same_job(folder):
+    before = job_identity(["--model-path", str(folder), "--tp", "2"], str(folder))
+    for argument in ("--mem-fraction-static", "--log-level", "--base-gpu-id", "--port"):
+        for words in ([argument, "4"], [f"{argument}=4"]):
+            again = job_identity([*words, "--model-path", f"{folder}/", "--tp", "2", *words], f"{folder}/")
+            assert again == before, words
+    for name in ("out.jsonl", "out.jsonl.journal", "README.md", "engine-0.log"):
+        (folder / name).write_text("of the batch")
+    assert job_identity(["--model-path", str(folder), "--tp", "2"], str(folder)) == before
+    assert job_identity(["--model-path", str(folder), "--tp", "4"], str(folder)) != before

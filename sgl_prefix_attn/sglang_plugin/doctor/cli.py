@@ -104,8 +104,13 @@ def run(args: argparse.Namespace) -> int:
     environ = {**os.environ, **variables}
     if importlib.util.find_spec("sglang") is None:
         return _unusable("SGLang is not installed in this environment")
-    if not any(argument.split("=")[0] in ("--model-path", "--model", "--config") for argument in arguments):
-        return _unusable("no --model-path among the launch arguments; see --help")
+    names = [argument.partition("=")[0] for argument in arguments]
+    if not {"--model-path", "--model", "--config"} & set(names):
+        near = difflib.get_close_matches("--model-path", names, 1)
+        meant = f"; {near[0]}: did you mean --model-path?" if near else "; see --help"
+        return _unusable(f"no --model-path among the launch arguments{meant}")
+    if "--gpu" in names:  # SGLang would take it for an abbreviation of an option of its own
+        return _unusable("--gpu is an option of the doctor: put it before the launch line, outside of its quotes")
     missing = model_path.problem(arguments, environ)
     if missing is not None:
         return _unusable(missing)

@@ -149,6 +149,9 @@ def _expanded(word: str, variables: Mapping[str, str]) -> list[str]:
         return known
 
     pieces = []
+    if word.startswith("~/") and "HOME" in variables:
+        pieces.append(variables["HOME"])
+        word = word[1:]
     for piece in _PIECE.findall(word):
         if piece[0] == "'":
             pieces.append(piece[1:-1])

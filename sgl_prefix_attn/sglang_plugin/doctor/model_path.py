@@ -7,7 +7,12 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 
-_OPTIONS = ("--model-path", "--model")
+# Options by all their names, with that of the revision.
+_OPTIONS = (
+    (("--model-path", "--model"), "--revision"),
+    (("--speculative-draft-model-path", "--speculative-draft-model"), "--speculative-draft-model-revision"),
+)
+_CONFIGS = ("config.json", "params.json", "model_index.json")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 _WAIT = 10.0  # seconds for the hub's answer
 _ON = ("1", "ON", "YES", "TRUE")
@@ -23,25 +28,30 @@ def value_of(arguments: Sequence[str], *options: str) -> str | None:
 
 
 def problem(arguments: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Why no model is behind the launch arguments, in words; None if there is one, or if only SGLang can tell.
+    """Why a model of the launch arguments is missing, in words; None if all are there, or if only SGLang can tell.
 
     Args:
         arguments: launch arguments of SGLang.
         environ: the environment of the server's process.
     """
-    name = value_of(arguments, *_OPTIONS)
+    found = (
+        _problem(value_of(arguments, *names), value_of(arguments, revision), environ) for names, revision in _OPTIONS
+    )
+    return next(filter(None, found), None)
+
+
+def _problem(name: str | None, revision: str | None, environ: Mapping[str, str]) -> str | None:
     if name is None or "://" in name or environ.get("SGLANG_USE_MODELSCOPE", "").upper() in _ON:
         return None
     if os.path.isdir(name):
-        known = ("config.json", "params.json", "model_index.json")
-        if any(os.path.exists(os.path.join(name, file)) for file in known) or _has_gguf(name):
+        if any(os.path.exists(os.path.join(name, file)) for file in _CONFIGS) or _has_gguf(name):
             return None
         return f"the folder {name} has no config.json"
     if os.path.exists(name):
         return None
     if not _HUB_NAME.fullmatch(name):
         return f"no such folder: {name} (and no name of a hub model, which is owner/model)"
-    return _hub_problem(name, value_of(arguments, "--revision"), environ)
+    return _hub_problem(name, revision, environ)
 
 
 def _has_gguf(folder: str) -> bool:
@@ -55,7 +65,7 @@ def _hub_problem(name: str, revision: str | None, environ: Mapping[str, str]) ->
     cache = os.path.expanduser(
         environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     )
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", cache, revision), str):
+    if any(isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache, revision), str) for file in _CONFIGS):
         return None
     looked = f"no such folder: {name}; no such model in the hub's cache {cache}"
     if "/" not in name:

@@ -47,6 +47,11 @@ def test_every_step_has_one_route() -> None:
     assert by_route({**counted, "fallbacks": {"x": 1}}) == wanted
 
 
+def test_a_verify_step_has_one_route() -> None:
+    steps = by_route({"routed_steps": {"packed": 100}, "steps_packed": {"verify": 100, "mixed": 3}})
+    assert {name: count for name, count in steps.items() if count} == {"routed packed": 100, "packed mixed": 3}
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_draws_share_prompts_and_fit_the_context(workload: str) -> None:
     sizes = Rollout(6, 4, 512, 700, 131072, seed=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +143,8 @@ class TestEagerSteps:
         assert fixture.state.counters.steps_packed["decode"] == packed
         told = server_info.process_state(fixture.state)
         assert (told["disabled"], told["refused"]) == ({"packing": "stopped"}, "stopped")
-        assert caplog.text.count("nothing is packed any more") == 1
+        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert sum("nothing is packed any more" in message for message in errors) == 1
         assert fixture.state.why_stock("decode") == "stopped", "no paths are read for nothing"
 
 

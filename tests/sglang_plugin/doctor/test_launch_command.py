@@ -49,6 +49,11 @@ def test_a_variable_without_quotes_may_hold_several_words() -> None:
     assert launch_command([f"{SERVER} --model-path $M/x"], {"M": "/m"})[1] == ["--model-path", "/m/x"]
 
 
+def test_a_tilde_is_the_home_folder_where_a_shell_takes_it_for_that() -> None:
+    line = f"{SERVER} --model-path ~/m --a '~/m' --b x~/m"
+    assert launch_command([line], {"HOME": "/h"})[1] == ["--model-path", "/h/m", "--a", "~/m", "--b", "x~/m"]
+
+
 def test_operators_among_words_that_a_shell_has_split() -> None:
     words = [*SERVER.split(), *ARGUMENTS]
     for more in (["2>&1", "|", "tee", "x"], [">log", "&"], [">", "log"], ["#", "it's", "$X"]):
