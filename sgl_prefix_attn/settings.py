@@ -372,7 +372,7 @@ def _unknown_key(entry: _Entry) -> str:
         what, known = f"{entry.source}: there is no setting {entry.name!r}", list(Settings.model_fields)
     else:
         known = _known_variables()
-        what = f"{entry.name}={entry.value!r}: there is no such setting"
+        what = f"{entry.name}: there is no such setting"  # its value may be a secret
     near = difflib.get_close_matches(entry.name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{what}; {hint}known are {', '.join(sorted(known))}"

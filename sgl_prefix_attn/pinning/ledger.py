@@ -14,6 +14,7 @@ from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
 
 # Each pin stores its own tokens: pins of one prefix cost memory and time in every scheduler, but no budget.
 MAX_PINS = 1024
+MOST_STORED = 4  # times the budget, in tokens of all pins
 BYTES_PER_TOKEN = 50  # what a pin stores for a token of its prefix
 
 
@@ -54,6 +55,7 @@ class PinLedger:
         self._sorted: list[tuple[bytes, int]] = []
         self._pinned = 0
         self._keys = 0
+        self._stored = 0
         self._next_end: float = math.inf  # no pin ends before
 
     def __len__(self) -> int:
@@ -105,7 +107,8 @@ class PinLedger:
 
         Raises:
             ValueError: there are no tokens, or ttl_steps is below 1.
-            PinBudgetError: the budget does not allow it, or there are MAX_PINS pins.
+            PinBudgetError: the budget does not allow it, or there are MAX_PINS pins, or they would store more than
+                MOST_STORED times the budget.
         """
         if not tokens:
             raise ValueError("there are no tokens to pin")
@@ -121,6 +124,13 @@ class PinLedger:
         before = self._pins.get(pin_id)
         if before is None and len(self._pins) >= MAX_PINS:
             raise PinBudgetError(f"there are {MAX_PINS} pins, which is as many as there can be; release pins")
+        stored = self._stored - (0 if before is None else len(before.tokens)) + len(tokens)
+        if stored > MOST_STORED * self.budget:
+            raise PinBudgetError(
+                f"all pins together may have {MOST_STORED * self.budget} tokens, each pin with its own, and would have "
+                f"{stored}; release pins of the same prefix",
+                renews=before is not None,
+            )
         keys = _key_tokens(namespace) if before is None else 0
         cost = self._uncovered(text, len(tokens)) + keys
         if self.used + cost > self.budget:
@@ -191,7 +201,7 @@ class PinLedger:
         pins = list(self._pins.values())
         self._pins.clear()
         self._sorted.clear()
-        self._pinned = self._keys = 0
+        self._pinned = self._keys = self._stored = 0
         self._next_end = math.inf
         return pins
 
@@ -216,6 +226,7 @@ class PinLedger:
         text = _text(pin.tokens, pin.namespace)
         self._pinned += self._uncovered(text, len(pin.tokens))
         self._keys += _key_tokens(pin.namespace)
+        self._stored += len(pin.tokens)
         insort(self._sorted, (text, pin.id))
 
     def _uncount(self, pin: Pin) -> None:
@@ -223,6 +234,7 @@ class PinLedger:
         del self._sorted[bisect_left(self._sorted, (text, pin.id))]
         self._pinned -= self._uncovered(text, len(pin.tokens))
         self._keys -= _key_tokens(pin.namespace)
+        self._stored -= len(pin.tokens)
 
     def _uncovered(self, text: bytes, length: int) -> int:
         """Tokens of a prefix that no pin covers. The neighbours in sorted order share most tokens with it."""

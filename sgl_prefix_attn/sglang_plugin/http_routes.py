@@ -95,18 +95,26 @@ class Bodies:
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MOST_BODIES)
 
-    async def read(self, request: Any, most_bytes: int, make: Callable[[dict[str, Any]], _Made]) -> _Made:
+    async def read(
+        self, request: Any, most_bytes: int, make: Callable[[dict[str, Any]], _Made], most_values: int = MOST_STRINGS
+    ) -> _Made:
         """What `make` makes of the JSON object in a body, outside of the event loop.
 
         Raises:
-            RequestError: the body is too large, too slow or no JSON object, or `make` raises it.
+            RequestError: the body is too large, too slow or no JSON object, too many others are read, or `make` raises
+                it.
         """
-        async with self._turns:
-            try:
-                body = await asyncio.wait_for(_body_of(request, most_bytes), MOST_READ_SECONDS)
-            except asyncio.TimeoutError:
-                raise RequestError(f"the body took more than {MOST_READ_SECONDS:g} s", status=408) from None
-            return await asyncio.get_running_loop().run_in_executor(_CHECKS, lambda: make(_object(body)))
+        try:
+            await asyncio.wait_for(self._turns.acquire(), MOST_READ_SECONDS)
+        except asyncio.TimeoutError:
+            raise RequestError("too many bodies are being read; try again", status=503, kind="unavailable") from None
+        try:
+            body = await asyncio.wait_for(_body_of(request, most_bytes), MOST_READ_SECONDS)
+            return await asyncio.get_running_loop().run_in_executor(_CHECKS, lambda: make(_object(body, most_values)))
+        except asyncio.TimeoutError:
+            raise RequestError(f"the body took more than {MOST_READ_SECONDS:g} s", status=408) from None
+        finally:
+            self._turns.release()
 
 
 async def _body_of(request: Any, most_bytes: int) -> bytearray:
@@ -127,7 +135,7 @@ async def _body_of(request: Any, most_bytes: int) -> bytearray:
     return body
 
 
-def _object(body: bytearray) -> dict[str, Any]:
+def _object(body: bytearray, most_values: int) -> dict[str, Any]:
     """The fields of a flat JSON object.
 
     A parser holds Python's lock, for 0.3 s for two megabytes of empty lists. So many values are refused by counts that
@@ -139,6 +147,8 @@ def _object(body: bytearray) -> dict[str, Any]:
     outside = b"".join(parts[::2])
     if outside.count(b"[") + outside.count(b"{") > 2:
         raise RequestError("the body is nested: a JSON object with at most one list is accepted")
+    if outside.count(b",") >= most_values:
+        raise RequestError(f"the body has too many values: at most {most_values} are accepted")
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:

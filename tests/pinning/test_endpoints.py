@@ -252,6 +252,29 @@ def test_a_slow_body_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.status == 408
 
 
+def test_a_body_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager()
+    monkeypatch.setattr(manager, "context_len", 10_000)
+    for body in (b'{"token_ids": [' + b"1," * 25_000 + b"1]}", b'{"x": [' + b"null," * 25_000 + b"1]}"):
+        response = client(manager).post(pinning_client.PATH, content=body)
+        assert (response.status_code, "too many values" in response.text) == (400, True)
+    assert manager.commands == []
+
+
+def test_a_body_does_not_wait_for_ever_behind_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_routes, "MOST_READ_SECONDS", 0.2)
+
+    async def run() -> None:
+        bodies = http_routes.Bodies()
+        for _ in range(http_routes.MOST_BODIES):
+            await bodies._turns.acquire()
+        with pytest.raises(http_routes.RequestError, match="too many bodies are being read") as refused:
+            await bodies.read(None, 10, lambda fields: fields)
+        assert refused.value.status == 503
+
+    asyncio.run(run())
+
+
 def test_texts_are_encoded_outside_of_the_event_loop() -> None:
     manager, threads = Manager(answer()), []
 

@@ -120,7 +120,7 @@ def test_the_keys_of_pins_count_against_the_budget() -> None:
 
 
 def test_there_are_only_so_many_pins() -> None:
-    ledger = PinLedger(budget=100)
+    ledger = PinLedger(budget=MAX_PINS)
     pins = [ledger.add([1], label=str(number)) for number in range(MAX_PINS)]
     with pytest.raises(PinBudgetError, match=rf"there are {MAX_PINS} pins.*release pins"):
         ledger.add([1])
@@ -169,3 +169,21 @@ def test_random_histories_count_every_shared_prefix_once(seed: int) -> None:
         assert ledger.pinned_tokens == distinct(ledger.pins())
         assert ledger.used == ledger.pinned_tokens + sum(pin.namespace is not None for pin in ledger.pins())
         assert ledger.used <= ledger.budget
+
+
+def test_pins_of_one_prefix_together_are_bounded() -> None:
+    ledger = PinLedger(budget=10)
+    pins = [ledger.add(range(10), label=str(number)) for number in range(4)]
+    assert ledger.used == 10
+    with pytest.raises(PinBudgetError, match="all pins together may have 40 tokens, each pin with its own"):
+        ledger.add(range(10), label="another")
+    with pytest.raises(PinBudgetError, match="would have 41"):
+        ledger.add(range(1), label="another")
+    ledger.add(range(10), label="0")  # a renewal stores nothing more
+    ledger.release(pins[1].id)
+    ledger.add(range(10), label="another")
+    ledger.shed(pins[2].id, 4)
+    ledger.add(range(6), label="a part")
+    ledger.clear()
+    for number in range(4):
+        ledger.add(range(10), label=str(number))

@@ -47,6 +47,8 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     if not state.settings.live_tests:
         return _error("disabled", "live tests are off: start the server with PREFIXPACK_LIVE_TESTS=1")
     record = state.reported()
+    if record is None and command["action"] != START:  # what was started before packing stopped can be ended
+        record = next(iter(state.backends.values()), None)
     if record is None:
         return _error("refused", "no step of this server runs packed")
     try:

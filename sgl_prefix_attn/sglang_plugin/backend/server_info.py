@@ -5,7 +5,7 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
     {"version": 1, "counters": Counters.as_dict(), "stock_backend": name,
      "refused": why no step runs packed or null (a reason as in `fallbacks`),
      "disabled": {feature: why it is off}, "wrapped": names of the stock backends that run wrapped (wrap mode),
-     "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
+     "sglang": version, "route": how decode steps are
      routed or null, "layers": {"packed": attention layers that run packed, "stock": {reason: others}} or null,
      "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first packed step),
      "batch": null or the last packed batch as {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...],
@@ -63,7 +63,6 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "refused": state.refusal(),
         "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
-        "metrics_failures": state.counters.failures.counts["metrics"],
         "disabled": state.disabled(),
         "route": None if record is None else route_state(record),
         "layers": None if record is None else record.layers.summary(),

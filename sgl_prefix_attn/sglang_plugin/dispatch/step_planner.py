@@ -187,9 +187,9 @@ class StepPlanner:
         if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
             try:
                 self._executor.begin(step)
-                self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
                 if may_route:
                     self._router.stays_packed()
+                self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
             except Exception as error:
                 raise RoutedPackedError from error
             return last

@@ -331,8 +331,10 @@ def add_routes(app: Any, manager_of: Any) -> None:
                 return command_of(manager, PinCommand, body)
             return command_of(manager, ReleaseOneCommand if "id" in body else ReleaseCommand, body)
 
-        most = min(BYTES_PER_TOKEN * most_tokens(manager), MOST_BODY_BYTES) + REST_OF_BODY_BYTES
-        return await answered(await bodies.read(request, most, command))
+        tokens = most_tokens(manager)
+        most = min(BYTES_PER_TOKEN * tokens, MOST_BODY_BYTES) + REST_OF_BODY_BYTES
+        # A list that is a little too long is told so by its length.
+        return await answered(await bodies.read(request, most, command, 2 * tokens + http_routes.MOST_STRINGS))
 
     http_routes.add_endpoints(app, PATH, {"GET": list_pins, "POST": with_body, "DELETE": with_body})
 

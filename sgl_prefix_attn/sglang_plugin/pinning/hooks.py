@@ -159,6 +159,8 @@ class PinningHooks:
                 with Guard(manager.counters, "pins.get_internal_state"):
                     result.internal_state["prefixpack_pinning"] = manager.counters.as_dict()
                     state.flush_metrics(scheduler, manager)
+            elif state.failures.disabled:
+                result.internal_state["prefixpack_pinning"] = {"disabled": dict(state.failures.disabled)}
             return result
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 

@@ -81,7 +81,11 @@ class Handover:
         self._tracker.refuses_drafts = why_stock("verify") is not None
 
     def read(self, batch: Any) -> Handed:
-        """Reads a batch's paths; never raises."""
+        """Reads a batch's paths.
+
+        Raises:
+            MemoryError: of this rank alone, where the others may replay another graph (`StepPlanner.failed`).
+        """
         start = time.perf_counter()
         try:
             paths = self._tracker.step(batch)
@@ -91,6 +95,8 @@ class Handover:
                 lens = versions.committed_lens(batch.reqs) + paths.query_lens
                 handed = handed._replace(seq_lens=torch.from_numpy(lens), bounds=True)
         except Exception as error:  # the step uses the stock backend
+            if isinstance(error, MemoryError) and not self._counters.may_stop:
+                raise
             self._counters.step_failed("request_paths", error)
             self._tracker.forget()  # it may have been broken off anywhere
             handed = Handed(fallback_reasons.HOOK_FAILED)

@@ -116,7 +116,8 @@ class OneTokenSteps:
         mode = forward_batch.forward_mode
         if mode is not batch.forward_mode:
             return
+        kind = "mixed" if batch.decoding_reqs else "extend"
         forward_batch.forward_mode = type(mode).DECODE
         for name in _EXTEND_FIELDS:
             setattr(forward_batch, name, None)
-        self._counters.one_token_steps["mixed" if batch.decoding_reqs else "extend"] += 1
+        self._counters.one_token_steps[kind] += 1

@@ -38,7 +38,7 @@ class Counters:
         planners: those whose plans are counted.
         plans_kept: steps that ran the plan of an earlier one without asking the planner.
         failures: exceptions of ours, and features that are off.
-        may_stop: whether exceptions may end packing.
+        may_stop: whether exceptions may end packing; not where several ranks replay packed graphs.
         stopped: whether they have.
     """
 

@@ -113,6 +113,14 @@ class TestHooks:
         assert caplog.text.count("Traceback") == 1
         assert "no such field" in caplog.text
 
+    def test_a_rank_without_memory_raises_where_others_replay_packed_graphs(self) -> None:
+        hooks, active, counters = started(step=MemoryError())
+        announced(hooks)
+        assert counters.failures.counts == {"request_paths": 1}
+        counters.may_stop = False
+        with pytest.raises(MemoryError):
+            active.read(TARGET)
+
     def test_paths_are_there_while_a_decode_graph_is_loaded(self) -> None:
         """Outside of the runner's forward for some verify steps, inside of it for others."""
         hooks, active, _ = started()

@@ -81,7 +81,9 @@ class TestMetrics:
             result: Any = SimpleNamespace(internal_state={})
             server_info.after_get_internal_state(result)
         assert fixture.state.counters.failures.counts == {"metrics": 4}
-        assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
+        assert (
+            result.internal_state["prefixpack"]["counters"]["failures"]["metrics"] == 3
+        )  # it is asked before it is updated
         assert caplog.text.count("Traceback") == 1
         assert "prefixpack: metrics failed; they may be wrong from now on" in caplog.text
         assert fixture.fallbacks == {}  # no step left the packed path for it
