@@ -50,9 +50,12 @@ def to_retract(vocabulary: Vocabulary) -> list[Request]:
 
 
 def prefill_beside_decode(vocabulary: Vocabulary) -> tuple[list[Request], list[Request]]:
-    """Four requests that decode for long, and four long prompts to arrive meanwhile; all share a beginning."""
+    """Four requests that decode for long, and four long prompts to arrive meanwhile; all share a beginning.
+
+    A client on a loaded machine sees tokens half a second late, so 160 steps were over before the prompts arrived.
+    """
     shared = vocabulary.tokens(200, 10, 0)
-    decoding = [Request(f"decode-{i}", shared + vocabulary.tokens(5, 10, 1, i), 160) for i in range(4)]
+    decoding = [Request(f"decode-{i}", shared + vocabulary.tokens(5, 10, 1, i), 640) for i in range(4)]
     arriving = [Request(f"prefill-{i}", shared + vocabulary.tokens(400 + 37 * i, 10, 2, i), 16) for i in range(4)]
     return decoding, arriving
 
