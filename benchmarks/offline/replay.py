@@ -29,8 +29,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import CUSTOM_PARAMETER, GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import CUSTOM_PARAMETER, GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
-from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
 PromptLists = list[list[int]]
 _WARM_UP = [[11 + n] * 50 for n in range(8)]

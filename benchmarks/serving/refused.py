@@ -154,7 +154,7 @@ def in_wrap_mode(backend: str) -> Iterator[None]:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sgl_prefix_attn.sglang_plugin import entry
+    from sgl_prefix_attn.sglang_plugin.startup import entry
 
     os.environ["PREFIXPACK_WRAP"] = "1"
     before = ATTENTION_BACKENDS[backend]

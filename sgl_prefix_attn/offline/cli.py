@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace, logs: Path) -> int:
     encoder = _encoder(options)
     if not encoder.has_tokenizer:
         options = _without_tokenizer(options)
-    from sgl_prefix_attn.sglang_plugin.offline import engine_process
+    from sgl_prefix_attn.offline import engine_process
 
     progress = Progress(enabled=not args.quiet)
     summary = run_batch(options, engine_process.main, encoder.encode, progress, start)
@@ -210,7 +210,7 @@ def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> N
 
 
 def _server_arguments(model: str, text: str, device: str) -> list[str]:
-    from sgl_prefix_attn.sglang_plugin.offline.config_file import with_config_file
+    from sgl_prefix_attn.offline.config_file import with_config_file
 
     # The file's arguments are read here: they decide about GPUs and prompts, and the defaults leave them alone.
     try:

@@ -21,7 +21,7 @@ from sgl_prefix_attn.routing import live_plan
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.live_plan import RecordPlan
-from sgl_prefix_attn.sglang_plugin.dispatch.live_test import StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import StepClock
 from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from tests.routing.profiles import write_profile
 

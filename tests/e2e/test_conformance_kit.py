@@ -21,10 +21,10 @@ import torch
 
 from sgl_prefix_attn.core.forest import PrefixForest, Segment
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from sgl_prefix_attn.sglang_plugin.startup import entry
 from tests.sglang_plugin.fixture import active_state
 
 kit = pytest.importorskip("sglang.test.kits.attention_unittest.attention_methods.dense_attention")

@@ -113,7 +113,7 @@ def test_an_interrupted_run_says_that_the_journal_has_the_results(source, tmp_pa
 def test_a_run_without_standard_streams(closed, source, tmp_path, temporary):
     """The shell has closed them: the engine still has a log, and no file of the run gets the number of one."""
     code = (
-        "import sys; from sgl_prefix_attn.sglang_plugin.offline import engine_process; "
+        "import sys; from sgl_prefix_attn.offline import engine_process; "
         "from sgl_prefix_attn.__main__ import main; from tests.offline import one_answer; "
         "engine_process.main = one_answer.main; "
         f"sys.exit(main(['batch', {str(source)!r}, {str(tmp_path / 'out')!r}, '--model', {str(tmp_path)!r}]))"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from fastapi import HTTPException
 
+from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import Outcome, Task
-from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
 SAMPLE = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type": "length"}, "prompt_tokens": 1}}
 FULL = HTTPException(503, "The request queue is full.")

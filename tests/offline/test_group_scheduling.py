@@ -15,13 +15,13 @@ from sglang.srt.managers.schedule_batch import Req
 from benchmarks.offline.cache_saving import grouped_jobs
 from benchmarks.offline.replay import Job, Replay
 from benchmarks.offline.workloads import Setting, industry
+from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import EngineArguments
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.settings import load_settings
-from sgl_prefix_attn.sglang_plugin.offline import engine_process
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
 
 WORKLOADS = {
     "200/20 x16": Setting(200, 20, 16, 160).prompts(),

@@ -54,11 +54,11 @@ def factory() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sgl_prefix_attn.settings import Settings
-    from sgl_prefix_attn.sglang_plugin import hook_table
     from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
-    from sgl_prefix_attn.sglang_plugin.factory import create_backend
-    from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
     from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
+    from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+    from sgl_prefix_attn.sglang_plugin.startup import hook_table
+    from sgl_prefix_attn.sglang_plugin.startup.factory import create_backend
     from tests.sglang_plugin.fixture import Fixture, active_state
 
     runner = Fixture([[]], [9]).runner

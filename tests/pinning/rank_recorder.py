@@ -26,13 +26,13 @@ from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.pinning import PinLedger
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
-from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import PinLocks
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
+from sgl_prefix_attn.sglang_plugin.startup.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 FOLDER = "RANK_EVENTS"

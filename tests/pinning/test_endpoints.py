@@ -21,7 +21,7 @@ from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sgl_prefix_attn.sglang_plugin import http_routes  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.compat import http_routes  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.pinning import client as pinning_client  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.pinning import commands  # noqa: E402
 from tests.support.schedulers import TokenizerManager  # noqa: E402

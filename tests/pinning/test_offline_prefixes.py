@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
-from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, offline_prefixes
-from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
+from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from sgl_prefix_attn.sglang_plugin.scheduling import offline_prefixes
+from sgl_prefix_attn.sglang_plugin.scheduling.offline_prefixes import OfflinePrefixes
 from tests.pinning.small_server import SmallServer, prompt
 from tests.support.caches import CACHES
 

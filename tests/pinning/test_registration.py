@@ -14,18 +14,18 @@ pytest.importorskip("sglang")
 from prometheus_client import CollectorRegistry
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import FLUSH, RUN_BATCH
 from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import client, registration
 from sgl_prefix_attn.sglang_plugin.pinning import state as pinning_state
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.startup import entry, factory, hook_table
 from tests.pinning.small_server import SmallServer
 from tests.sglang_plugin.fixture import Fixture
 from tests.support.caches import CACHES

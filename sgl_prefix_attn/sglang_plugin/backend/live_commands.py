@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
-from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING
+from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import RUNNING
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import LiveTestError, StepRouter
 
 ID_PREFIX = "prefixpack-abtest:"

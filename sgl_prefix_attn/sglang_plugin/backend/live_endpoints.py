@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import http_routes
 from sgl_prefix_attn.sglang_plugin.backend import live_commands
+from sgl_prefix_attn.sglang_plugin.compat import http_routes
 
 logger = logging.getLogger(__name__)
 

@@ -152,7 +152,7 @@ class PluginState:
     def own(self, kind: type[_Owned], *arguments: Any) -> _Owned:
         """The one object of a type in this process, made with `arguments` by the first call.
 
-        For state of packages that must not import this one (admission, compat, offline, pinning): their hooks are
+        For state of packages that must not import this one (compat, pinning, scheduling): their hooks are
         bound methods of the object, and `hook_table` puts them into its tables.
         """
         found = self._owned.get(kind)

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import http_routes
+from sgl_prefix_attn.sglang_plugin.compat import http_routes
 
 logger = logging.getLogger(__name__)
 

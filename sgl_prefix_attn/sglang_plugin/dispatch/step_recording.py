@@ -14,7 +14,7 @@ import numpy as np
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.live_plan import RECORDED, ROWS_OF_AN_ANSWER, RecordPlan
-from sgl_prefix_attn.sglang_plugin.dispatch.live_test import EXPIRED, RUNNING, STOPPED, Lease, StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import EXPIRED, RUNNING, STOPPED, Lease, StepClock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 UNKNOWN = -1  # a feature of a step without paths

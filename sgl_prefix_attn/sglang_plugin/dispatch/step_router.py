@@ -14,8 +14,8 @@ from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
-from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor

@@ -19,7 +19,6 @@ from sgl_prefix_attn.routing import conservative, mixed, verify
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
-from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import CPU_ENGINE
@@ -37,6 +36,7 @@ from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
+from sgl_prefix_attn.sglang_plugin.startup import entry
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 

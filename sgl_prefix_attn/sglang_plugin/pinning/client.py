@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sgl_prefix_attn.sglang_plugin import http_routes
-from sgl_prefix_attn.sglang_plugin.http_routes import RequestError
+from sgl_prefix_attn.sglang_plugin.compat import http_routes
+from sgl_prefix_attn.sglang_plugin.compat.http_routes import RequestError
 from sgl_prefix_attn.sglang_plugin.pinning.commands import (
     ANSWER_KEY,
     COPY_KEY,

@@ -28,8 +28,8 @@ from sgl_prefix_attn.pinning import (
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
 from sgl_prefix_attn.pinning.ledger import MAX_PINS
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters
-from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import LockableTree, Namespace
+from sgl_prefix_attn.sglang_plugin.scheduling.offline_prefixes import OfflinePrefixes
 
 _QUANTA = 256  # parts of the pool; an eviction frees at least one, and nodes are not split for less
 _ANNOUNCED_PART = 2  # the prefixes of offline jobs are kept up to this part of the pool: a half

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import http_routes
+from sgl_prefix_attn.sglang_plugin.compat import http_routes
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 if TYPE_CHECKING:

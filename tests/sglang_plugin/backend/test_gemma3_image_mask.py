@@ -14,11 +14,11 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory, hook_table
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
 from sgl_prefix_attn.sglang_plugin.compat import hooks
+from sgl_prefix_attn.sglang_plugin.startup import factory, hook_table
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
+from sgl_prefix_attn.sglang_plugin.startup import factory
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.backend.test_backend import assert_same
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture, active_state

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sgl_prefix_attn.sglang_plugin import entry, wrapping
 from sgl_prefix_attn.sglang_plugin.compat import launchers, wrap_targets
+from sgl_prefix_attn.sglang_plugin.startup import entry, wrapping
 
 
 def own_scheduler(*arguments: Any) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from sgl_prefix_attn.sglang_plugin import entry, hook_table
 from sgl_prefix_attn.sglang_plugin.compat import targets, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
+from sgl_prefix_attn.sglang_plugin.startup import entry, hook_table
 from tests.support.pages import ROOT
 
 
@@ -163,7 +163,7 @@ def test_a_process_that_does_not_use_us_loads_next_to_nothing_of_ours() -> None:
     program = """
 import sys
 import torch
-from sgl_prefix_attn.sglang_plugin import entry
+from sgl_prefix_attn.sglang_plugin.startup import entry
 torch.cuda.is_available = lambda: True
 entry.in_scheduler_process = lambda: {scheduler}
 entry.register()
@@ -174,7 +174,7 @@ print(*(name for name in sys.modules if name.startswith("sgl_prefix_attn.")))
         command = [sys.executable, "-c", program.format(scheduler=scheduler)]
         output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=120).stdout
         loaded = output.split()
-        assert "sgl_prefix_attn.sglang_plugin.entry" in loaded
+        assert "sgl_prefix_attn.sglang_plugin.startup.entry" in loaded
         heavy = ("_native", "core", *(f"sglang_plugin.{part}" for part in ("backend", "dispatch", "execution")))
         assert not [name for name in loaded if name.removeprefix("sgl_prefix_attn.").startswith(heavy)]
 

@@ -12,11 +12,11 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend, 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
+from sgl_prefix_attn.sglang_plugin.startup import factory
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_fp8_kv import give_scales, stored
 from tests.sglang_plugin.fixture import active_state

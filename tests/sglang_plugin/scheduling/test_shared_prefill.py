@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
+from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # Other releases are covered by tests/e2e/test_shared_prefill.py.

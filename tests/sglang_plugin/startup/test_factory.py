@@ -11,15 +11,15 @@ import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
-from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
+from sgl_prefix_attn.sglang_plugin.startup import factory
+from sgl_prefix_attn.sglang_plugin.startup.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture, active_state
 from tests.sglang_plugin.gpu_fixture import GraphStock, host_kernels

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import hook_table
-from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
@@ -18,9 +15,12 @@ from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
+from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
+from sgl_prefix_attn.sglang_plugin.startup import hook_table
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)

@@ -58,14 +58,14 @@ def register_name(settings: Settings) -> None:
 
     @register_attention_backend(NAME)
     def create_prefixpack_backend(runner: Any) -> Any:
-        from sgl_prefix_attn.sglang_plugin.factory import create_backend
+        from sgl_prefix_attn.sglang_plugin.startup.factory import create_backend
 
         return create_backend(runner, settings)
 
 
 def register_wrapping(settings: Settings) -> None:
     """Wraps stock backends. Hooks of packed steps come with a backend that can run them: other servers have none."""
-    from sgl_prefix_attn.sglang_plugin import wrapping
+    from sgl_prefix_attn.sglang_plugin.startup import wrapping
 
     wrapping.install(settings)
     if not in_scheduler_process() or _ENGINE_MODULE in sys.modules:
@@ -91,12 +91,12 @@ def register_hooks(settings: Settings, version: str) -> None:
 
     The latter do nothing until a prefixpack backend is built in this process.
     """
-    from sgl_prefix_attn.sglang_plugin import hook_table
     from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks
     from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
-    from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
     from sgl_prefix_attn.sglang_plugin.pinning import registration
+    from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+    from sgl_prefix_attn.sglang_plugin.startup import hook_table
 
     state = plugin_state.of_process(settings, version)
     wanted: tuple[hooks.Hook, ...] = ()

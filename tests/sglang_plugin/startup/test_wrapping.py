@@ -19,8 +19,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
@@ -28,6 +26,8 @@ from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
+from sgl_prefix_attn.sglang_plugin.startup import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture, active_state, hides_trees
 from tests.sglang_plugin.gpu_fixture import host_kernels

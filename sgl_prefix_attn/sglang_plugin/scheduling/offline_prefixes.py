@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import SharedPrefix
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import PlaceReader
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import PlaceReader
 
 _SEEN = "_prefixpack_announced"
 # Jobs that ended early leave uses behind: the least recently used prefixes are forgotten, and announced again if

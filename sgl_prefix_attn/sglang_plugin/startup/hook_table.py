@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, memory_release, server_info
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),

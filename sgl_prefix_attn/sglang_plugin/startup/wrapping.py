@@ -47,7 +47,7 @@ def _wrapping(name: str, stock_factory: Callable[[Any], Any], settings: Settings
     def create(runner: Any) -> Any:
         stock = stock_factory(runner)
         try:
-            from sgl_prefix_attn.sglang_plugin.factory import wrap_backend
+            from sgl_prefix_attn.sglang_plugin.startup.factory import wrap_backend
         except Exception:  # an installation that lost its native module, for example
             logger.exception("prefixpack: %s is not wrapped, and runs as it is: the package cannot be imported", name)
             return stock

@@ -1,1 +1,0 @@
-"""Which waiting request SGLang admits to its next prefill."""
