@@ -284,7 +284,7 @@ def test_the_file_of_config_is_read_as_sglang_reads_it(source, tmp_path):
     """Arguments of the command line win over the file's, and these over our defaults."""
     config = tmp_path / "engine.yaml"
     config.write_text(
-        "model-path: other\ntp-size: 2\ntrust-remote-code: true\nenable-dp-attention: false\nbase-gpu-id: 7\n"
+        "model-path: other\ntp-size: 2\ntrust-remote-code: true\nenable-metrics: false\nbase-gpu-id: 7\n"
         "attention-backend: fa3\ncuda-graph-bs-decode: [1, 8]\ntokenizer-path: words\n"
     )
     text = f"--base-gpu-id 1 --config {config} --pp-size 2"
@@ -294,7 +294,7 @@ def test_the_file_of_config_is_read_as_sglang_reads_it(source, tmp_path):
     assert (first[-2:], second[-2:]) == (("--base-gpu-id", "1"), ("--base-gpu-id", "5"))
     read = cli.read_options(first)
     assert (read.model_path, read.tokenizer_path, read.trust_remote_code) == ("m", "words", True)
-    assert not {"--config", "prefixpack", "--enable-dp-attention"} & {*first}
+    assert not {"--config", "prefixpack", "--enable-metrics"} & {*first}
     at = first.index("--cuda-graph-bs-decode")
     assert first[at : at + 4] == ("--cuda-graph-bs-decode", "1", "8", "--tokenizer-path")
 
