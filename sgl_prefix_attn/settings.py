@@ -127,9 +127,8 @@ class Settings(BaseModel):
     )
     live_tests: bool = Field(
         False,
-        description="Serve POST, GET and DELETE at /prefixpack/abtest and /prefixpack/record. With the first, `abtest "
-        "live` (comparing-policies.md) compares two routing policies on this server. With the second, `abtest record` "
-        "records its decode steps. Both ask for SGLang's admin key. Off: no endpoints.",
+        description="Serve POST, GET and DELETE at /prefixpack/abtest. With it, `abtest live` (comparing-policies.md) "
+        "compares two routing policies on this server. It asks for SGLang's admin key. Off: no endpoint.",
     )
     group_scheduling: bool = Field(
         False,

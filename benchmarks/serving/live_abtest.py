@@ -1,11 +1,11 @@
-"""Live A/B and A/A tests of routing policies on one server under load, and a recording of its steps.
+"""Live A/B and A/A tests of routing policies on one server under load.
 
     python -m benchmarks.serving.live_abtest --model MODEL --load-format dummy --context-length 16384 \\
         --server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256" --out build/live
 
-For each workload, rollout or conversation: `abtest live` with --arms, then with the second arm twice, then `abtest
-record`. Requests are sent again and again, so the load never ends meanwhile. Writes OUT.json, and OUT-WORKLOAD-ab.html
-and -aa.html with their plots. Without --model a tiny model on the CPU is used, to try the command.
+For each workload, rollout or conversation: `abtest live` with --arms, then with the second arm twice.
+Requests are sent again and again, so the load never ends meanwhile. Writes OUT.json, and OUT-WORKLOAD-ab.html and
+-aa.html with their plots. Without --model a tiny model on the CPU is used, to try the command.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.serving.drawn import Rollout, rollout_requests
 from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
 from benchmarks.serving.rollout import CPU_POOL_TOKENS
 from benchmarks.serving.workloads import Sizes, make_requests
-from sgl_prefix_attn.abtest import live, recording
-from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client
+from sgl_prefix_attn.abtest import live
+from sgl_prefix_attn.abtest.client import Client
 from sgl_prefix_attn.demo.client import RequestError, Sample, replay
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
+from sgl_prefix_attn.routing.live_plan import LivePlan
 
 WORKLOADS = ("rollout", "conversation")
 READY_SECONDS = 600.0  # until decode steps run
@@ -88,17 +88,14 @@ def requests_of(workload: str, args: argparse.Namespace, vocabulary: Vocabulary,
 
 
 def measure(server: Server, workload: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Both tests and the recording, under the load that runs."""
+    """Both tests, under the load that runs."""
     _wait_for_steps(server)
-    client, found = Client(server.url, TESTS), {}
+    client, found = Client(server.url), {}
     for name, arms in (("ab", tuple(args.arms)), ("aa", (args.arms[1], args.arms[1]))):
         plan = LivePlan(arms=arms, pairs=args.pairs, block_steps=args.block, warmup_steps=args.warmup, seed=args.seed)
         copies = live.run(client, plan, args.test_seconds)
         out = None if args.out is None else args.out.with_name(f"{args.out.name}-{workload}-{name}")
         found[name] = live.report(copies, args.effect / 100, out).as_json()
-    steps = recording.record(Client(server.url, RECORDINGS), RecordPlan(steps=args.record), args.test_seconds)
-    if args.out is not None:
-        args.out.with_name(f"{args.out.name}-{workload}-steps.json").write_bytes(recording.as_file(steps))
     return found
 
 
@@ -129,7 +126,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--block", type=int, default=16, metavar="STEPS", help="of a block (16)")
     result.add_argument("--warmup", type=int, default=4, metavar="STEPS", help="of a block, not counted (4)")
     result.add_argument("--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (1)")
-    result.add_argument("--record", type=int, default=2000, metavar="STEPS", help="length of the recording (2000)")
     result.add_argument("--test-seconds", type=float, default=150.0, metavar="S", help="most time of a test (150)")
     result.add_argument("--groups", type=int, default=96, metavar="N", help="rollout: prompts of a round (96)")
     result.add_argument("--samples", type=int, default=16, metavar="N", help="rollout: requests of a prompt (16)")

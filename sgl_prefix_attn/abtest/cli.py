@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,22 +11,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sgl_prefix_attn.abtest import live, recorded, recording, servers
-from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client
+from sgl_prefix_attn.abtest import live, servers
+from sgl_prefix_attn.abtest.client import Client
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
-from sgl_prefix_attn.core.files import check_writable, write_whole
+from sgl_prefix_attn.core.files import check_writable
 from sgl_prefix_attn.route_cli import run as run
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
-from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
   %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
-  %(prog)s record http://127.0.0.1:30000 --steps 5000 --out steps.json
-  %(prog)s steps steps.json cost 'batch>=64' stock
-      decode steps of a running server, and where policies would have sent them
   %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
       both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
   %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab
@@ -46,17 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_steps(commands)
-    _add_record(commands)
     _add_live(commands)
     _add_servers(commands)
 
 
 def _add_steps(commands: Any) -> None:
-    parser = commands.add_parser("steps", help="policies over measured or recorded steps")
+    parser = commands.add_parser("steps", help="policies over measured steps")
     parser.add_argument(
         "results",
         metavar="STEPS.json",
-        help="written by `abtest record` or by python -m benchmarks.kernel.gpu_attention",
+        help="written by python -m benchmarks.kernel.gpu_attention",
     )
     parser.add_argument(
         "policies",
@@ -67,27 +61,11 @@ def _add_steps(commands: Any) -> None:
         "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
         "by a profile fitted on all others",
     )
-    parser.add_argument("--families", action="store_true", help="measured steps: a row for each family as well")
-    parser.add_argument("--packed", metavar="KERNELS", help="measured steps: native (default), triton or cpu")
-    parser.add_argument("--stock", nargs="+", choices=BACKENDS, help="measured steps: the stock backends (default fa3)")
-    parser.add_argument(
-        "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
-    )
+    parser.add_argument("--families", action="store_true", help="a row for each family as well")
+    parser.add_argument("--packed", metavar="KERNELS", help="native (default), triton or cpu")
+    parser.add_argument("--stock", nargs="+", choices=BACKENDS, help="the stock backends (default fa3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=_steps)
-
-
-def _add_record(commands: Any) -> None:
-    parser = commands.add_parser("record", help="record decode steps of a server with PREFIXPACK_LIVE_TESTS=1")
-    parser.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's admin key")
-    parser.add_argument(
-        "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, 512 to 65536 (default 5000)"
-    )
-    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
-    parser.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
-    parser.set_defaults(act=_record)
 
 
 def _add_live(commands: Any) -> None:
@@ -173,21 +151,8 @@ def _live(args: argparse.Namespace) -> None:
         )  # fmt: skip
     except ValidationError as error:
         raise ValueError(_problems(error)) from error
-    copies = live.run(Client(args.url, TESTS, args.api_key), plan, args.seconds)
+    copies = live.run(Client(args.url, args.api_key), plan, args.seconds)
     live.report(copies, effect, args.out)
-
-
-def _record(args: argparse.Namespace) -> None:
-    _check_seconds(args)
-    check_writable(args.out)
-    try:
-        plan = RecordPlan(steps=args.steps, lease_steps=args.lease)
-    except ValidationError as error:
-        raise ValueError(_problems(error)) from error
-    copies = recording.record(Client(args.url, RECORDINGS, args.api_key), plan, args.seconds)
-    write_whole(args.out, recording.as_file(copies))
-    counts = ", ".join(str(len(copy["us"])) for copy in copies)
-    print(f"{args.out}: {counts} decode steps")
 
 
 # Options of fields with another name.
@@ -204,33 +169,7 @@ def _problems(error: ValidationError) -> str:
     return "; ".join(found)
 
 
-def _recorded(args: argparse.Namespace) -> None:
-    copies = recording.read_recording(args.results)
-    predictor = recorded.predictor_of(copies, args.profile, ProfileStore.read())
-    rows = recorded.rows_of(copies, args.policies, predictor)
-    if args.json:
-        # NaN, a time without a profile, is no JSON.
-        print(json.dumps([{**asdict(row), "us": None if math.isnan(row.us) else row.us} for row in rows]))
-        return
-    total = sum(len(copy.us) for copy in copies)
-    by = "no profile fits, so there are no times" if predictor is None else f"times by {predictor.name}"
-    print(f"{total} decode steps of a server with policy {copies[0].policy}; {by}")
-    print("\n".join(table_lines([recorded.HEADER, *(row.cells() for row in rows)])))
-    print(
-        "steps: with paths and a time, on packed or stock kernels; ms a step: the recorded time, plus the predicted "
-        "difference in each packed layer where the policy takes the other route"
-    )
-
-
 def _steps(args: argparse.Namespace) -> None:
-    if recording.is_recording(args.results):
-        for option in ("packed", "stock", "families"):
-            if getattr(args, option):
-                raise ValueError(f"--{option} is for measured steps: {args.results} is a recording of a server's own")
-        _recorded(args)
-        return
-    if args.profile is not None:
-        raise ValueError("--profile is for recorded steps: over measured ones, give its file as a policy")
     results = read_results(args.results)
     packed, stocks = args.packed or "native", args.stock or ["fa3"]
     found: list[tuple[str, str, Verdict]] = []

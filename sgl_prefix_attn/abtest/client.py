@@ -1,4 +1,4 @@
-"""Commands to a server's endpoints of live tests and recordings, and files that are written as a whole."""
+"""Commands to a server's endpoint of live tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 RETRY_SECONDS = (0.5, 2.0, 5.0)  # before each further try
 TIMEOUT_SECONDS = 60.0  # of all tries together
-TESTS, RECORDINGS = "/prefixpack/abtest", "/prefixpack/record"
+PATH = "/prefixpack/abtest"
 
 
 class ServerRefusalError(ValueError):
@@ -44,18 +44,17 @@ class StepBar(tqdm):
 
 
 class Client:
-    """Commands to one endpoint of a server.
+    """Commands to the endpoint of a server.
 
     Args:
         url: of the server, for example http://127.0.0.1:30000.
-        path: TESTS or RECORDINGS.
         api_key: SGLang's admin key, where the server has one.
     """
 
-    def __init__(self, url: str, path: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ServerRefusalError(f"server {url!r}: expected http://HOST:PORT")
-        self.url = url.rstrip("/") + path
+        self.url = url.rstrip("/") + PATH
         self.headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"

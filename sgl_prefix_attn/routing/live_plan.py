@@ -1,24 +1,18 @@
-"""Plans of live A/B tests and of recordings of steps. Bounded, seeded, the same on all ranks."""
+"""Plans of live A/B tests. Bounded, seeded, the same on all ranks."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy_names import PolicyName, parse
 
 MOST_STEPS = 100_000
-MOST_RECORDED = 65_536
-ROWS_OF_AN_ANSWER = 8192
-RECORDED = tuple(field.name for field in fields(StepFeatures))  # columns of a recording
 
 Whole = Annotated[int, Field(strict=True)]
-Lease = Annotated[Whole, Field(ge=16, le=20_000)]
 
 
 class LivePlan(BaseModel):
@@ -39,7 +33,7 @@ class LivePlan(BaseModel):
     warmup_steps: Annotated[Whole, Field(ge=1, le=2048)] = 4
     pairs: Annotated[Whole, Field(ge=2, le=10_000)] = 400
     seed: Annotated[Whole, Field(ge=0, lt=1 << 31)] = 0
-    lease_steps: Lease = 2000
+    lease_steps: Annotated[Whole, Field(ge=16, le=20_000)] = 2000
 
     @model_validator(mode="after")
     def _bounded(self) -> LivePlan:
@@ -64,18 +58,3 @@ class LivePlan(BaseModel):
         """int8 [2 * pairs], the arm of each block: 0 or 1."""
         first = np.random.default_rng(self.seed).integers(2, size=self.pairs)
         return np.stack([first, 1 - first], axis=1).reshape(-1).astype(np.int8)
-
-
-class RecordPlan(BaseModel):
-    """A recording of decode steps.
-
-    Attributes:
-        steps: length of the ring: the newest steps are kept.
-        lease_steps: steps of any kind after which the recording ends unless its client has asked for it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    # More than the events that a clock has, so that no time is written to a row that was used again.
-    steps: Annotated[Whole, Field(ge=512, le=MOST_RECORDED)] = 20_000
-    lease_steps: Lease = 2000

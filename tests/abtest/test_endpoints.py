@@ -1,4 +1,4 @@
-"""The endpoints of live tests and recordings, with real commands and routers of data-parallel copies behind them."""
+"""The endpoint of live tests, with real commands and routers of data-parallel copies behind them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("sglang")
 fastapi = pytest.importorskip("fastapi")
@@ -20,14 +19,13 @@ from sglang.srt.utils.auth import add_api_key_middleware  # noqa: E402
 
 from sgl_prefix_attn.core.forest import PrefixForest  # noqa: E402
 from sgl_prefix_attn.core.planner import ModelShape  # noqa: E402
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan  # noqa: E402
+from sgl_prefix_attn.routing.live_plan import LivePlan  # noqa: E402
 from sgl_prefix_attn.settings import Settings  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.backend import live_commands, live_endpoints  # noqa: E402
-from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters  # noqa: E402
 from tests.support.schedulers import TokenizerManager, step_router  # noqa: E402
 
-ABTEST, RECORD = live_endpoints.PATHS
+ABTEST = live_endpoints.PATH
 PLAN = {"arms": ["packed", "stock"], "block_steps": 8, "warmup_steps": 2, "pairs": 4, "lease_steps": 16}
 
 
@@ -41,8 +39,7 @@ class Copy:
         self.router = step_router(
             shape, "torch_native", kernels="cpu", drafts=drafts, graphs=graphs, counters=self.counters, route=route
         )
-        layers = SimpleNamespace(summary=lambda: {"packed": 2, "stock": {}})
-        record = SimpleNamespace(router=self.router, layers=layers)
+        record = SimpleNamespace(router=self.router)
         self.state: Any = SimpleNamespace(settings=Settings(live_tests=live), reported=lambda: record)
 
     def decode(self, steps: int) -> list[int | None]:
@@ -51,10 +48,9 @@ class Copy:
         paths: Any = SimpleNamespace(mode="decode", forest=forest)
         arms = []
         for _ in range(steps):
-            handed: Any = SimpleNamespace(paths=paths, seq_lens=torch.tensor([210, 220]))
             if self.router.watches_steps:
-                self.router.step_begins(True, handed, 2)
-                self.router.step_decided(True, self.router.decide(paths, np.array([210, 220])).value)
+                self.router.step_begins(True, 2)
+                self.router.decide(paths, np.array([210, 220]))
             arms.append(self.router._arm)
         return arms
 
@@ -66,8 +62,7 @@ def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
         return [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in copies]
 
     app = fastapi.FastAPI()
-    for path, what in live_endpoints.PATHS.items():
-        live_endpoints.add_routes(app, lambda: TokenizerManager(answers), path, what)
+    live_endpoints.add_routes(app, lambda: TokenizerManager(answers))
     if admin_key is not None:
         add_api_key_middleware(app, api_key=None, admin_api_key=admin_key)
     return TestClient(app)
@@ -86,7 +81,7 @@ def test_data_parallel_copies_switch_each_by_its_own_steps() -> None:
     assert copies[1].decode(5) == order[:5]
     assert [copy["steps_done"] for copy in server.get(ABTEST).json()["copies"]] == [12, 5]
     for copy, steps in ((copies[0], 12), (copies[1], 5)):
-        copy.router.step_begins(False, NOTHING, 2)  # counts in the lease, not in the test
+        copy.router.step_begins(False, 2)  # counts in the lease, not in the test
         assert copy.decode(15) == order[steps : steps + 15], "the read renewed the lease"
         assert copy.decode(1) == [None]
     assert [copy["status"] for copy in server.get(ABTEST).json()["copies"]] == ["expired", "expired"]
@@ -98,55 +93,49 @@ def test_data_parallel_copies_switch_each_by_its_own_steps() -> None:
             assert copy.counters.arm_tokens["AB"[arm]] == sum(tokens for of, _, tokens in timed if of == arm) > 0
 
 
-@pytest.mark.parametrize("path", [ABTEST, RECORD])
-def test_a_copy_that_refuses_starts_nothing_anywhere(path: str) -> None:
-    body = PLAN if path == ABTEST else {"steps": 512}
-    early, late = Copy(), Copy(ready=False)
+@pytest.mark.parametrize(
+    ("ready", "why"),
+    [
+        (False, "no decode step has run yet: send the server a request first"),
+        (True, "a live test is running; wait for its end, or stop it"),
+    ],
+)
+def test_a_copy_that_refuses_starts_nothing_anywhere(ready: bool, why: str) -> None:
+    early, late = Copy(), Copy(ready=ready)
+    if ready:
+        late.router.start_live(LivePlan.model_validate(PLAN))
     server = client(early, late)
-    if path == ABTEST:
-        expected = "data-parallel copy 1 of 2: no decode step has run yet: send the server a request first"
-    else:
-        late.router.start_recording(RecordPlan())
-        expected = "data-parallel copy 1 of 2: a recording is running; wait for its end, or stop it"
-    assert error_of(server.post(path, json=body)) == (409, expected)
-    assert early.router.live is not None or early.router.recording is not None
+    assert error_of(server.post(ABTEST, json=PLAN)) == (409, f"data-parallel copy 1 of 2: {why}")
+    assert early.router.live is not None
     early.decode(1)
     assert not early.router.watches_steps, "the copy that had started has stopped"
-    assert late.router.watches_steps == (path == RECORD), "what another client had started goes on"
+    assert late.router.watches_steps == ready, "what another client had started goes on"
 
 
 def silent(copy: Copy, seconds: float) -> None:
     """The client of what runs on a copy was not heard for so long."""
-    for running in (copy.router.live, copy.router.recording):
-        if running is not None:
-            running.lease._heard -= seconds
+    assert copy.router.live is not None
+    copy.router.live.lease._heard -= seconds
 
 
-@pytest.mark.parametrize("first", [ABTEST, RECORD])
-@pytest.mark.parametrize("second", [ABTEST, RECORD])
-def test_a_start_replaces_what_a_silent_client_has_left_on_an_idle_server(first: str, second: str) -> None:
+def test_a_start_replaces_what_a_silent_client_has_left_on_an_idle_server() -> None:
     copies = Copy(), Copy()
     server = client(*copies)
-    bodies = {ABTEST: PLAN, RECORD: {"steps": 512}}
-    old = server.post(first, json=bodies[first]).json()["copies"][0]["token"]
+    old = server.post(ABTEST, json=PLAN).json()["copies"][0]["token"]
     for copy in copies:
         silent(copy, 59)
-    assert server.post(second, json=bodies[second]).status_code == 409
+    assert server.post(ABTEST, json=PLAN).status_code == 409
     silent(copies[0], 2)
-    assert server.post(second, json=bodies[second]).status_code == 409, "the client was heard in one copy"
+    assert server.post(ABTEST, json=PLAN).status_code == 409, "the client was heard in one copy"
+    left = [copy.router.live for copy in copies]
     silent(copies[1], 2)
-    started = server.post(second, json=bodies[second]).json()["copies"]
+    started = server.post(ABTEST, json=PLAN).json()["copies"]
     new = started[0]["token"]
     assert [copy["token"] for copy in started] == [new, new] != [old, old]
-    if first == second:
-        for method in ("GET", "DELETE"):
-            assert error_of(server.request(method, first, params={"token": old}))[0] == 404
-        assert {copy["status"] for copy in server.get(second, params={"token": new}).json()["copies"]} == {"running"}
-    else:
-        for copy in copies:
-            stopped = copy.router.live if first == ABTEST else copy.router.recording
-            assert stopped is not None
-            assert stopped.status == "stopped"
+    assert [test.status for test in left if test is not None] == ["stopped", "stopped"]
+    for method in ("GET", "DELETE"):
+        assert error_of(server.request(method, ABTEST, params={"token": old}))[0] == 404
+    assert {copy["status"] for copy in server.get(ABTEST, params={"token": new}).json()["copies"]} == {"running"}
 
 
 def test_a_copy_whose_lease_ran_out_starts_with_one_that_is_replaced() -> None:
@@ -162,7 +151,7 @@ def test_a_copy_whose_lease_ran_out_starts_with_one_that_is_replaced() -> None:
 
 def test_ranks_replace_by_the_command_and_not_by_their_clocks() -> None:
     def start(rank: Copy, token: str, **fields: Any) -> dict[str, Any]:
-        fields = {"what": live_commands.TEST, "action": live_commands.START, "plan": PLAN, "token": token, **fields}
+        fields = {"action": live_commands.START, "plan": PLAN, "token": token, **fields}
         return live_commands.answer(fields, rank.state)
 
     ranks = Copy(), Copy()
@@ -172,7 +161,7 @@ def test_ranks_replace_by_the_command_and_not_by_their_clocks() -> None:
     refused = [start(rank, "second") for rank in ranks]
     assert refused[0]["running"] == refused[1]["running"]
     assert refused[0]["silent_seconds"] > 99 > refused[1]["silent_seconds"]
-    ask = {"what": live_commands.TEST, "action": live_commands.READ}
+    ask = {"action": live_commands.READ}
     for rank in ranks:
         live_commands.answer(ask, rank.state)  # the client is back
     assert all("error" in start(rank, "third", replace=[refused[0]["running"]]) for rank in ranks)
@@ -180,18 +169,14 @@ def test_ranks_replace_by_the_command_and_not_by_their_clocks() -> None:
     assert [start(rank, "fourth", replace=[now])["status"] for rank in ranks] == ["running", "running"]
 
 
-def test_one_at_a_time_and_bounded() -> None:
+def test_a_stopped_test_is_watched_for_one_step_more() -> None:
     copy = Copy()
     server = client(copy)
-    assert server.post(RECORD, json={"steps": 512}).status_code == 200
-    message = "a recording is running; wait for its end, or stop it"
-    assert error_of(server.post(ABTEST, json=PLAN)) == (409, message)
+    server.post(ABTEST, json=PLAN)
     copy.decode(3)
-    (state,) = server.get(RECORD).json()["copies"]
-    assert (state["steps_done"], state["ran"], state["layers"]) == (3, ["packed"] * 3, 2)
-    assert state["facts"]["shape"]["kv_bytes"] == 4
-    assert server.delete(RECORD).json()["copies"][0]["us"] == []
-    assert error_of(server.get(RECORD)) == (404, "the recording is stopped, and its steps are dropped")
+    (state,) = server.delete(ABTEST).json()["copies"]
+    assert (state["status"], state["steps_done"], len(state["us"])) == ("stopped", 3, 3)
+    assert copy.router.watches_steps
     copy.decode(1)
     assert not copy.router.watches_steps
 
@@ -200,48 +185,44 @@ JSON = "the body has to be a JSON object: "
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("body", "message"),
     [
-        (RECORD, {"steps": 1 << 30}, "steps: Input should be less than or equal to 65536"),
-        (RECORD, {"steps": "512"}, "steps: Input should be a valid integer"),
-        (RECORD, {"more": 1}, "unknown key: 'more'; accepted: steps, lease_steps"),
-        (RECORD, b"[]", f"{JSON}it is of type list"),
-        (ABTEST, {**PLAN, "pairs": 10**9}, "pairs: Input should be less than or equal to 10000"),
-        (ABTEST, {**PLAN, "pairs": True}, "pairs: Input should be a valid integer"),
-        (ABTEST, {**PLAN, "seed": 10**40}, "seed: Input should be a valid integer"),
-        (ABTEST, {"arms": [1, 2]}, "arms.0: Input should be a valid string; arms.1: Input should be a valid string"),
-        (ABTEST, {"arms": ["packed"] * 9}, "arms: Tuple should have at most 2 items after validation, not 9"),
-        (ABTEST, {"arms": ["packed"] * 1500}, "the body has too many keys and strings: at most 32 are accepted"),
-        (ABTEST, {"arms": ["packed", "packed" + " " * 9000 + "x"]}, "has 9007 characters; at most 200 are accepted"),
-        (ABTEST, {"arms": ["packed", "&" * 200]}, "has 101 conditions; at most 8 are accepted"),
-        (ABTEST, {"arms": ["packed", "x"]}, "'x' is not a routing policy"),
-        (ABTEST, {str(number): 0 for number in range(30)}, "unknown key: '0', '1', '2', '3', '4', 25 more; accepted"),
-        (ABTEST, {"k" * 9000: 0}, f"unknown key: '{'k' * 40}'; accepted: arms, "),
-        (ABTEST, b"", JSON),
-        (ABTEST, b"{", JSON),
-        (ABTEST, b"\xff", JSON),
-        (ABTEST, b'{"pairs": NaN}', JSON),
-        pytest.param(ABTEST, b'{"arms": ' + b"[" * 960 + b"]" * 960 + b"}", "the body is nested", id="nested"),
-        pytest.param(ABTEST, b"[" * 10_000, "the body is nested", id="nested deeper"),
+        (b"[]", f"{JSON}it is of type list"),
+        ({**PLAN, "pairs": 10**9}, "pairs: Input should be less than or equal to 10000"),
+        ({**PLAN, "pairs": True}, "pairs: Input should be a valid integer"),
+        ({**PLAN, "seed": 10**40}, "seed: Input should be a valid integer"),
+        ({"arms": [1, 2]}, "arms.0: Input should be a valid string; arms.1: Input should be a valid string"),
+        ({"arms": ["packed"] * 9}, "arms: Tuple should have at most 2 items after validation, not 9"),
+        ({"arms": ["packed"] * 1500}, "the body has too many keys and strings: at most 32 are accepted"),
+        ({"arms": ["packed", "packed" + " " * 9000 + "x"]}, "has 9007 characters; at most 200 are accepted"),
+        ({"arms": ["packed", "&" * 200]}, "has 101 conditions; at most 8 are accepted"),
+        ({"arms": ["packed", "x"]}, "'x' is not a routing policy"),
+        ({str(number): 0 for number in range(30)}, "unknown key: '0', '1', '2', '3', '4', 25 more; accepted"),
+        ({"k" * 9000: 0}, f"unknown key: '{'k' * 40}'; accepted: arms, "),
+        (b"", JSON),
+        (b"{", JSON),
+        (b"\xff", JSON),
+        (b'{"pairs": NaN}', JSON),
+        pytest.param(b'{"arms": ' + b"[" * 960 + b"]" * 960 + b"}", "the body is nested", id="nested"),
+        pytest.param(b"[" * 10_000, "the body is nested", id="nested deeper"),
     ],
 )
-def test_what_is_no_plan_reaches_no_scheduler(path: str, body: bytes | dict[str, Any], message: str) -> None:
+def test_what_is_no_plan_reaches_no_scheduler(body: bytes | dict[str, Any], message: str) -> None:
     def answers(request: Any) -> list[dict[str, Any]]:
         raise AssertionError("sent")
 
     app = fastapi.FastAPI()
-    live_endpoints.add_routes(app, lambda: TokenizerManager(answers), path, live_endpoints.PATHS[path])
+    live_endpoints.add_routes(app, lambda: TokenizerManager(answers))
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, text = error_of(TestClient(app).post(path, content=content))
+    status, text = error_of(TestClient(app).post(ABTEST, content=content))
     assert (status, len(text) < 700) == (400, True)
     assert message in text
 
 
-@pytest.mark.parametrize("path", [ABTEST, RECORD])
-def test_bodies_and_queries_are_bounded(path: str) -> None:
+def test_bodies_and_queries_are_bounded() -> None:
     server = client(Copy())
     most = live_endpoints.MOST_BODY_BYTES
-    large = error_of(server.post(path, content=b" " * (most + 1)))
+    large = error_of(server.post(ABTEST, content=b" " * (most + 1)))
     assert large == (413, f"the body is too large: at most {most} bytes are accepted")
     for method in ("GET", "DELETE"):
         for query, message in (
@@ -251,11 +232,11 @@ def test_bodies_and_queries_are_bounded(path: str) -> None:
             ({"token": "t" * 65}, "token: String should have at most 64 characters"),
             ({"tokens": 1}, "unknown parameter: 'tokens'; accepted: first, token"),
         ):
-            status, text = error_of(server.request(method, path, params=query))
+            status, text = error_of(server.request(method, ABTEST, params=query))
             assert status == 400
             assert text.startswith(message)
-        assert error_of(server.request(method, path, params={"first": "9" * 600}))[0] == 414
-    assert error_of(server.post(path, params={"first": 1}))[1] == "unknown parameter: 'first'; accepted: none"
+        assert error_of(server.request(method, ABTEST, params={"first": "9" * 600}))[0] == 414
+    assert error_of(server.post(ABTEST, params={"first": 1}))[1] == "unknown parameter: 'first'; accepted: none"
 
 
 @pytest.mark.parametrize(
@@ -274,17 +255,16 @@ def test_servers_that_cannot_switch_say_what_to_change(copy: Copy, message: str)
     assert message in text
 
 
-@pytest.mark.parametrize("path", [ABTEST, RECORD])
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-def test_the_endpoints_follow_the_admin_key(path: str, method: str) -> None:
+def test_the_endpoint_follows_the_admin_key(method: str) -> None:
     server = client(Copy(), admin_key="secret")
-    assert server.request(method, path, json=PLAN).status_code == 401
-    assert server.request(method, path, json=PLAN, headers={"Authorization": "Bearer guess"}).status_code == 401
-    known = server.request(method, path, json=PLAN, headers={"Authorization": "Bearer secret"})
+    assert server.request(method, ABTEST, json=PLAN).status_code == 401
+    assert server.request(method, ABTEST, json=PLAN, headers={"Authorization": "Bearer guess"}).status_code == 401
+    known = server.request(method, ABTEST, json=PLAN, headers={"Authorization": "Bearer secret"})
     assert known.status_code in (200, 400, 404)
 
 
 def test_schedulers_that_run_nothing_packed_refuse() -> None:
     silent = TokenizerManager(lambda request: [{}])
-    (found,) = asyncio.run(live_endpoints.carried_out(silent, live_commands.TEST, live_commands.READ))
+    (found,) = asyncio.run(live_endpoints.carried_out(silent, live_commands.READ))
     assert found["error"]["message"] == "the schedulers run no packed steps"

@@ -13,7 +13,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import client, live
-from sgl_prefix_attn.abtest.client import TESTS, Client, ServerRefusalError
+from sgl_prefix_attn.abtest.client import Client, ServerRefusalError
 from sgl_prefix_attn.abtest.live import write_report
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
@@ -71,7 +71,7 @@ def server() -> Iterator[Server]:
 def test_answers_that_are_none_are_named(answer: tuple[int, str], message: str, server: Server) -> None:
     server.answer = lambda method: answer
     with pytest.raises(ServerRefusalError, match=message):
-        Client(server.url, TESTS).start({})
+        Client(server.url).start({})
 
 
 PLAN = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=20)
@@ -89,7 +89,7 @@ def test_polls_that_are_lost_do_not_lose_the_test(lost, server, monkeypatch, cap
     answers = {"POST": [state(0, "running")], "DELETE": [(500, "busy"), state(250, "stopped")]}
     answers["GET"] = [*lost * [(500, '{"error": {"message": "transient"}}')], state(250, "finished")]
     server.answer = lambda method: answers[method].pop(0)
-    (copy,) = live.run(Client(server.url, TESTS), PLAN, 60.0)
+    (copy,) = live.run(Client(server.url), PLAN, 60.0)
     assert server.asked == ["POST", *["GET"] * min(lost + 1, 4), "DELETE", "DELETE"]
     assert len(copy["us"]) == 250
     told = "The test was stopped early, by an error: transient"
@@ -102,7 +102,7 @@ def test_a_server_that_never_answers_is_asked_within_one_timeout(server, monkeyp
     answering = threading.Event()
     server.answer = lambda method: (answering.wait(30), (200, ""))[1]
     with pytest.raises(ServerRefusalError, match="no answer: timed out"):
-        Client(server.url, TESTS).read()
+        Client(server.url).read()
     answering.set()
     assert server.asked == ["GET"]
 

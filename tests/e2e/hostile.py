@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from itertools import cycle
 
-PINS, TESTS, RECORDINGS = "/prefixpack/pins", "/prefixpack/abtest", "/prefixpack/record"
+PINS, TESTS = "/prefixpack/pins", "/prefixpack/abtest"
 MEGABYTE = 1 << 20
 POLICIES = {
     "spaces": "packed" + " " * 30_000 + "x",
@@ -69,10 +69,9 @@ def bodies(most: int) -> dict[tuple[str, str], list[tuple[str, bytes]]]:
         ("POST", PINS): any_path + pins,
         ("DELETE", PINS): any_path + pins,
         ("POST", TESTS): any_path + tests,
-        ("POST", RECORDINGS): any_path,
         **{
             (method, path + query): [("a query", b"")]
-            for method, path in (("GET", PINS), ("GET", TESTS), ("DELETE", TESTS), ("GET", RECORDINGS))
+            for method, path in (("GET", PINS), ("GET", TESTS), ("DELETE", TESTS))
             for query in ("?first=" + "9" * 400, "?token=" + "t" * 30_000, "?more=1")
         },
     }

@@ -25,7 +25,7 @@ PROMPTS = "/prefixpack/prompts"
 # Every endpoint of ours. The bodies are refused with 400 or 404 once the key is accepted.
 ADMINS = [
     *((method, "/prefixpack/pins") for method in ("GET", "POST", "DELETE")),
-    *((method, path) for path in ("/prefixpack/abtest", "/prefixpack/record") for method in ("GET", "POST", "DELETE")),
+    *((method, "/prefixpack/abtest") for method in ("GET", "POST", "DELETE")),
     ("GET", PROMPTS),
 ]
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, ServerRefusalError
+from sgl_prefix_attn.abtest.client import Client, ServerRefusalError
 from sgl_prefix_attn.abtest.live import report
-from sgl_prefix_attn.abtest.recording import read_recording
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
@@ -62,7 +61,7 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(server, expec
 
 def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected, vocabulary, tmp_path, capsys):
     """The arms take other routes; the test ends by itself, and the server then routes as before."""
-    client = Client(server.url, TESTS)
+    client = Client(server.url)
     requests = workloads.diverging(vocabulary)
     with pytest.raises(ServerRefusalError, match="no live test was started"):
         client.read()
@@ -98,67 +97,32 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected,
         assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
 
-def test_steps_that_a_server_records_are_read_by_abtest_steps(server, expected, vocabulary, tmp_path, capsys):
-    path, requests = tmp_path / "steps.json", workloads.diverging(vocabulary)
-    server.flush_cache()
-    before = routed_steps(server)
-    files = {PAGE_URL: server.url, "5000": "512", "steps.json": path}
-    words = words_of(documented("python -m sgl_prefix_attn abtest record", files, "--seconds 600"))
-    while_running(server, "recording", words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
-    taken = routed_steps(server) - before
-    (copy,) = read_recording(path)
-    assert (len(copy.us), copy.layers, copy.policy) == (512, 2, "cost")
-    assert 0 < copy.ran.count("stock") <= taken["stock"]
-    assert 0 < copy.ran.count("packed") <= taken["packed"]
-    assert set(copy.features[:, 0].tolist()) <= set(range(1, 17))
-    assert np.isnan(copy.us).mean() < 0.2
-    assert main(words_of(documented("python -m sgl_prefix_attn abtest steps steps.json", {"steps.json": path}))) == 0
-    assert re.findall(r"^(cost|batch>=64|stock) ", capsys.readouterr().out, re.MULTILINE) == [
-        "cost",
-        "batch>=64",
-        "stock",
-    ]
-    profile = server.options.environment["PREFIXPACK_ROUTE_PROFILE"]
-    words = ["abtest", "steps", str(path), "stock", f"{profile}@0", "--profile", profile, "--json"]
-    assert main(words) == 0
-    stock, cost = json.loads(capsys.readouterr().out)
-    assert stock["moved"] == copy.ran.count("packed") - int(np.isnan(copy.us)[np.array(copy.ran) == "packed"].sum())
-    assert cost["moved"] < 0.2 * cost["steps"], "the server decides steady batches at every eighth step"
-
-
 def test_a_live_test_by_the_command_of_the_page(server, expected, vocabulary, tmp_path, capsys):
     requests, files = workloads.diverging(vocabulary), {PAGE_URL: server.url, "--out ab": f"--out {tmp_path / 'ab'}"}
     words = words_of(documented("python -m sgl_prefix_attn abtest live", files, "--pairs 4 --block 8 --warmup 2"))
     replay(server.url, requests[:2])
-    while_running(server, "live", words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
+    while_running(server, words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
     out = capsys.readouterr().out
     assert re.findall(r"^([AB]) .* (\S+)$", out, re.MULTILINE) == [("A", "batch>=64"), ("B", "cost")]
     assert "At least 8 pairs are needed" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".html", ".png"}
 
 
-@pytest.mark.parametrize("what", ["recording", "live"])
-def test_a_client_that_is_killed_leaves_nothing_behind(what, server, vocabulary, tmp_path):
+def test_a_client_that_is_killed_leaves_nothing_behind(server, vocabulary, tmp_path):
     """The server is on its own policy again, within the lease."""
-    arguments = {"recording": ["--steps", "65536"], "live": ["stock", "stock"]}[what]
-    action = {"recording": "record", "live": "live"}[what]
-    words = [action, server.url, *arguments, "--lease", "16", "--out", str(tmp_path / "x")]
+    words = ["live", server.url, "stock", "stock", "--lease", "16", "--out", str(tmp_path / "x")]
     with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", "abtest", *words]) as client:
-        wait_for(server, "running", what)
+        wait_for(server, "running")
         client.kill()
     server.flush_cache()
     before = routed_steps(server)
     replay(server.url, [Request("alone", vocabulary.tokens(60, 48), max_new_tokens=30)])
-    wait_for(server, "expired", what)
+    wait_for(server, "expired")
     replay(server.url, workloads.diverging(vocabulary))
     assert not list(tmp_path.iterdir())
     assert (routed_steps(server) - before)["packed"] > 3, "by cost, which is the server's policy"
-    if what == "recording":
-        with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
-            Client(server.url, RECORDINGS).read()
-    else:
-        (copy,) = Client(server.url, TESTS).read()
-        assert copy["steps_done"] == 15, "and one prefill step"
+    (copy,) = Client(server.url).read()
+    assert copy["steps_done"] == 15, "and one prefill step"
 
 
 def test_two_servers_are_compared_by_the_same_requests(packed, stock_server, vocabulary, tmp_path, capsys):
@@ -191,7 +155,7 @@ def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -
     with launch(BACKEND, "--tp-size", "2", "--enable-metrics-for-all-schedulers", environment=environment) as server:
         replay(server.url, workloads.diverging(vocabulary)[:2])
         plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=2)
-        client = Client(server.url, TESTS)
+        client = Client(server.url)
         client.start(plan.model_dump())
         replay(server.url, workloads.diverging(vocabulary))
         (copy,) = client.read()
@@ -208,25 +172,25 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command)[3:]
 
 
-def while_running(server: Server, what: str, words: list[str], work: Callable[[], bool]) -> None:
-    """Runs a command of ours that records, or tests, and does work until it ends."""
+def while_running(server: Server, words: list[str], work: Callable[[], bool]) -> None:
+    """Runs a live test and does work until it ends."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(main, words)
-        wait_for(server, "running", what)
+        wait_for(server, "running")
         while not done.done():
             assert work()
         assert done.result() == 0
 
 
-def wait_for(server: Server, status: str, what: str = "recording") -> None:
-    """Waits until the server's recording, or live test, has a status."""
+def wait_for(server: Server, status: str) -> None:
+    """Waits until the server's live test has a status."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        found = state_of(server)["route"][what]
+        found = state_of(server)["route"]["live"]
         if found is not None and found["status"] == status:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {what} is {status} within two minutes")
+    raise AssertionError(f"no live test is {status} within two minutes")
 
 
 def routed_steps(server: Server) -> Counter[str]:

@@ -168,9 +168,6 @@ class PrefixPackBackend(AttentionBackend):
                 decision = record.step_planner.decide_capture(handed, forward_batch, last)
             else:
                 decision = record.step_planner.decide(handed, forward_batch, last, in_graph)
-                if record.router.watches_steps:
-                    with self._counters.failures.guard("live_tests"):
-                        record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         except Exception as error:
             decision = record.step_planner.failed(error, forward_batch, in_graph=in_graph, in_capture=in_capture)
         self.decision = decision

@@ -1,4 +1,4 @@
-"""Commands of live A/B tests and recordings, as JSON in the id of SGLang's request for the internal state, as of pins.
+"""Commands of live A/B tests, as JSON in the id of SGLang's request for the internal state, as of pins.
 
 That request reaches every rank between the same two steps, so all ranks begin and end at the same step. What only one
 rank knows, as its clock, must not decide; it may be told in an answer and come back in a later command.
@@ -7,23 +7,20 @@ rank knows, as its clock, must not decide; it may be told in an answer and come 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
-from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
-from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import RUNNING
+from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import LiveTestError, StepRouter
 
 ID_PREFIX = "prefixpack-abtest:"
 ANSWER_KEY = "prefixpack_abtest"
 START, READ, STOP = "start", "read", "stop"
-TEST, RECORDING = "test", "recording"  # what a command is about
 
 
-def encode(what: str, action: str, **fields: Any) -> str:
+def encode(action: str, **fields: Any) -> str:
     """The id of the internal-state request that carries a command."""
-    return ID_PREFIX + json.dumps({"what": what, "action": action, **fields})
+    return ID_PREFIX + json.dumps({"action": action, **fields})
 
 
 def command_of(request: Any) -> dict[str, Any] | None:
@@ -42,7 +39,7 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     running as [token, renewals] and how long its client has been silent; a start with these under "replace" ends it.
 
     Kinds: disabled (the setting live_tests is off), refused (this server cannot run the test), unknown (there is no
-    test or recording).
+    test).
     """
     if not state.settings.live_tests:
         return _error("disabled", "live tests are off: start the server with PREFIXPACK_LIVE_TESTS=1")
@@ -54,7 +51,7 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     try:
         if command["action"] == START:
             return _started(command, record.router)
-        return _test(command, record) if command["what"] == TEST else _recording(command, record)
+        return _test(command, record.router)
     except LiveTestError as error:
         refused = _error("refused", str(error))
         if error.running is None:
@@ -63,19 +60,14 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
 
 
 def _started(command: dict[str, Any], router: StepRouter) -> dict[str, Any]:
-    plan = command["plan"]
     replace = [(token, renewals) for token, renewals in command.get("replace", ())]
-    started = (
-        router.start_live(LivePlan.model_validate(plan), replace)
-        if command["what"] == TEST
-        else router.start_recording(RecordPlan.model_validate(plan), replace)
-    )
+    started = router.start_live(LivePlan.model_validate(command["plan"]), replace)
     started.token = command.get("token", "")
     return {**started.answer(), "token": started.token}
 
 
-def _test(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
-    live = record.router.live
+def _test(command: dict[str, Any], router: StepRouter) -> dict[str, Any]:
+    live = router.live
     if live is None:
         return _error("unknown", "no live test was started")
     if command.get("token", live.token) != live.token:
@@ -84,26 +76,6 @@ def _test(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
         live.stop()
     live.lease.renew()
     return live.answer(command.get("first", 0))
-
-
-def _recording(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
-    router = record.router
-    recording = router.recording
-    if recording is None:
-        return _error("unknown", "no recording was started")
-    if command.get("token", recording.token) != recording.token:
-        return _error("unknown", "the recording has ended, and another client has started one")
-    if command["action"] == STOP:
-        recording.stop()
-    elif recording.status != RUNNING:
-        return _error("unknown", f"the recording is {recording.status}, and its steps are dropped")
-    recording.lease.renew()
-    return {
-        **recording.answer(command.get("first", 0)),
-        "facts": asdict(router.policies.facts()) if router.policies.ready else None,
-        "layers": record.layers.summary()["packed"],
-        "policy": router.policy_in_use,
-    }
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

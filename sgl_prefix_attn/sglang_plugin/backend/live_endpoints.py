@@ -1,4 +1,4 @@
-"""HTTP endpoints of live A/B tests and recordings on SGLang's server: POST starts, GET reads and renews, DELETE stops.
+"""HTTP endpoint of live A/B tests on SGLang's server: POST starts, GET reads and renews, DELETE stops.
 
 A command goes to all data-parallel copies. If some start and others refuse, all are stopped.
 
@@ -15,17 +15,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import live_commands
 from sgl_prefix_attn.sglang_plugin.compat import http_routes
 
 logger = logging.getLogger(__name__)
 
-PATHS = {"/prefixpack/abtest": live_commands.TEST, "/prefixpack/record": live_commands.RECORDING}
+PATH = "/prefixpack/abtest"
 SILENT_SECONDS = 60.0  # clients of ours ask twice a second
 MOST_BODY_BYTES = 16 << 10
-_PLANS: dict[str, type[LivePlan | RecordPlan]] = {live_commands.TEST: LivePlan, live_commands.RECORDING: RecordPlan}
 _STATUS = {"unknown": 404, "refused": 409, "disabled": 503}
 
 
@@ -51,40 +50,39 @@ def add_endpoints(settings: Settings, *, in_scheduler: bool) -> None:
     """Adds the endpoints in the server's process, if the setting live_tests asks for them."""
     if settings.live_tests and http_routes.serves_http(in_scheduler=in_scheduler):
         try:
-            for path, what in PATHS.items():
-                server = http_routes.server_without(path)
-                if server is not None:
-                    add_routes(*server, path, what)
+            server = http_routes.server_without(PATH)
+            if server is not None:
+                add_routes(*server)
         except Exception:  # the one guard of a registration: the server has to start
             logger.exception("prefixpack: the server has no HTTP endpoints for live tests")
 
 
-async def carried_out(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
+async def carried_out(manager: Any, action: str, **fields: Any) -> list[dict[str, Any]]:
     """The answers of the data-parallel copies to a command; the errors alone if some refuse."""
     if action != live_commands.START:
-        answers = await _asked(manager, what, action, **fields)
+        answers = await _asked(manager, action, **fields)
     else:
-        answers = await _started(manager, what, **fields)
+        answers = await _started(manager, **fields)
         refused = [answer for answer in answers if "error" in answer]
         if refused and all(answer.get("silent_seconds", 0.0) >= SILENT_SECONDS for answer in refused):
-            logger.warning("prefixpack: a live test or recording is replaced: its client has been silent for a minute")
-            answers = await _started(manager, what, **fields, replace=[answer["running"] for answer in refused])
+            logger.warning("prefixpack: a live test is replaced: its client has been silent for a minute")
+            answers = await _started(manager, **fields, replace=[answer["running"] for answer in refused])
     errors = [_of_copy(index, answer, len(answers)) for index, answer in enumerate(answers) if "error" in answer]
     return errors or answers
 
 
-async def _started(manager: Any, what: str, **fields: Any) -> list[dict[str, Any]]:
+async def _started(manager: Any, **fields: Any) -> list[dict[str, Any]]:
     """The answers to a start; where some refuse, nothing goes on anywhere."""
     token = secrets.token_hex(8)
-    answers = await _asked(manager, what, live_commands.START, token=token, **fields)
+    answers = await _asked(manager, live_commands.START, token=token, **fields)
     errors = sum("error" in answer for answer in answers)
     if 0 < errors < len(answers):
-        await _asked(manager, what, live_commands.STOP, token=token)
+        await _asked(manager, live_commands.STOP, token=token)
     return answers
 
 
-async def _asked(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
-    states = await http_routes.internal_states(manager, live_commands.encode(what, action, **fields))
+async def _asked(manager: Any, action: str, **fields: Any) -> list[dict[str, Any]]:
+    states = await http_routes.internal_states(manager, live_commands.encode(action, **fields))
     missing = {"error": {"kind": "refused", "message": "the schedulers run no packed steps"}}
     return [state.get(live_commands.ANSWER_KEY, missing) for state in states]
 
@@ -96,16 +94,16 @@ def _of_copy(index: int, answer: dict[str, Any], copies: int) -> dict[str, Any]:
     return {"error": error}
 
 
-def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
-    """Adds the routes of an endpoint to SGLang's FastAPI application.
+def add_routes(app: Any, manager_of: Any) -> None:
+    """Adds the endpoint to SGLang's FastAPI application.
 
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
-    bodies, model = http_routes.Bodies(), _PLANS[what]
+    bodies = http_routes.Bodies()
 
     async def answered(action: str, **fields: Any) -> dict[str, Any]:
-        answers = await carried_out(manager_of(), what, action, **fields)
+        answers = await carried_out(manager_of(), action, **fields)
         error = answers[0].get("error")
         if error is not None:
             kind = error["kind"]
@@ -113,7 +111,7 @@ def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
         return {"copies": answers}
 
     def plan_of(body: dict[str, Any]) -> dict[str, Any]:
-        return http_routes.checked(model, body).model_dump()
+        return http_routes.checked(LivePlan, body).model_dump()
 
     async def start(request: Any) -> Any:
         http_routes.query_of(request, NoQuery)
@@ -125,7 +123,7 @@ def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
     async def stop(request: Any) -> Any:
         return await answered(live_commands.STOP, **_of_query(request))
 
-    http_routes.add_endpoints(app, path, {"POST": start, "GET": read, "DELETE": stop})
+    http_routes.add_endpoints(app, PATH, {"POST": start, "GET": read, "DELETE": stop})
 
 
 def _of_query(request: Any) -> dict[str, Any]:

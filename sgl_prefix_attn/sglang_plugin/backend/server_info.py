@@ -16,8 +16,7 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
 "margin": in percent or null, "facts": fields of ServerFacts without the shape, or null before the layers are known,
 "last": null or the last decision as {"route", "packed_us", "stock_us"}, "live": null or the state of a live test as
-{"status", "arms", "running", "arm", "would", "last"}, "recording": null or {"status", "steps_done"}, "graph_sizes":
-batch sizes with a decode graph for either route}.
+{"status", "arms", "running", "arm", "would", "last"}, "graph_sizes": batch sizes with a decode graph for either route}.
 The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
 """
 

@@ -176,7 +176,7 @@ class StepPlanner:
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
         may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
         changed = self._router.watches_steps and self._router.step_begins(
-            forward_batch.forward_mode.is_decode(), handed, _requests(handed, forward_batch)
+            forward_batch.forward_mode.is_decode(), _requests(handed, forward_batch)
         )
         if self._packed_steps is not None:
             if changed:  # of all microbatches

@@ -10,23 +10,21 @@ from collections.abc import Collection
 from typing import Any
 
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
-from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, Mode, StepPaths
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 
 class LiveTestError(ValueError):
-    """A live test or a recording cannot start: the message says why, and which setting to change.
+    """A live test cannot start: the message says why, and which setting to change.
 
     Args:
         running: what is running instead, as `StepRouter.start_live` takes it in `replace`; None: nothing is.
@@ -50,8 +48,8 @@ class StepRouter:
 
     Attributes:
         always_stock: whether no decode or verify step ever runs packed.
-        watches_steps: whether `step_begins` has to be called: a test or a recording runs or was stopped since the
-            last step, or a test's last arm has to be left. An attribute, because every step reads it.
+        watches_steps: whether `step_begins` has to be called: a test runs or was stopped since the last step,
+            or its last arm has to be left. An attribute, because every step reads it.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class StepRouter:
         self._decides_verify = self._decides and executor.kernels != "cpu"
         self._executor = executor
         self.live: LiveTest | None = None
-        self.recording: StepRecording | None = None
         self.watches_steps = False
         self._arm: int | None = None  # of the present step in a live test
 
@@ -85,7 +82,7 @@ class StepRouter:
         """Starts an A/B test.
 
         Args:
-            replace: token and renewals of tests and recordings to end for it. A renewal in between keeps them.
+            replace: token and renewals of tests to end for it. A renewal in between keeps them.
 
         Raises:
             LiveTestError: a test is running, or decode steps of this server cannot change routes.
@@ -107,67 +104,42 @@ class StepRouter:
         self.watches_steps = True
         return self.live
 
-    def start_recording(self, plan: RecordPlan, replace: Collection[tuple[str, int]] = ()) -> StepRecording:
-        """Starts a recording of decode steps.
-
-        Args:
-            replace: as of `start_live`.
-
-        Raises:
-            LiveTestError: a test or a recording is running.
-        """
-        replaced = self._to_replace(replace)
-        if replaced is not None:
-            replaced.stop()
-        self.recording = StepRecording(plan, StepClock(cuda=self._executor.kernels != "cpu"))
-        self.watches_steps = True
-        return self.recording
-
-    def _to_replace(self, replace: Collection[tuple[str, int]]) -> LiveTest | StepRecording | None:
-        """The running test or recording, if it may be replaced; None if none is running.
+    def _to_replace(self, replace: Collection[tuple[str, int]]) -> LiveTest | None:
+        """The running test, if it may be replaced; None if none is running.
 
         Raises:
             LiveTestError: one is running that may not be replaced.
         """
-        for name, running in (("live test", self.live), ("recording", self.recording)):
-            if running is not None and running.status == RUNNING:
-                known = (running.token, running.lease.renewals)
-                if known in replace:
-                    return running
-                message = f"a {name} is running; wait for its end, or stop it"
-                raise LiveTestError(message, known, running.lease.silent_seconds)
-        return None
+        running = self.live
+        if running is None or running.status != RUNNING:
+            return None
+        known = (running.token, running.lease.renewals)
+        if known not in replace:
+            message = "a live test is running; wait for its end, or stop it"
+            raise LiveTestError(message, known, running.lease.silent_seconds)
+        return running
 
     def idle(self) -> None:
         """The server has no requests."""
-        for running in (self.live, self.recording):
-            if running is not None:
-                running.idle()
+        if self.live is not None:
+            self.live.idle()
 
-    def step_begins(self, is_decode: bool, handed: Handed, requests: int) -> bool:
-        """A forward begins in a live test or a recording.
+    def step_begins(self, is_decode: bool, requests: int) -> bool:
+        """A forward begins in a live test.
 
         Returns:
             Whether its policy is another than that of the last decode step.
         """
-        live, recording = self.live, self.recording
-        if recording is not None and recording.status == RUNNING:
-            recording.step(is_decode, handed, requests)
-        arm, keeps_arm = None, False
-        if live is not None and live.status == RUNNING:
-            arm, keeps_arm = live.step(is_decode, requests), not is_decode
+        live = self.live
+        runs = live is not None and live.status == RUNNING
+        arm = live.step(is_decode, requests) if live is not None and runs else None
+        keeps_arm = runs and not is_decode
         changed = not keeps_arm and arm != self._arm
         if changed:
             self._arm = arm
             self._stock_steps.clear()
-        runs = (running is not None and running.status == RUNNING for running in (live, recording))
-        self.watches_steps = self._arm is not None or any(runs)
+        self.watches_steps = self._arm is not None or (live is not None and live.status == RUNNING)
         return changed
-
-    def step_decided(self, is_decode: bool, kind: str) -> None:
-        """What runs the step that has begun: packed, unshared or stock."""
-        if is_decode and self.recording is not None:
-            self.recording.ran(kind)
 
     # Decisions ------------------------------------------------------------------------------------------------------
 
@@ -192,9 +164,6 @@ class StepRouter:
             **self.policies.state(),
             "last": None if last is None else decision_state(last),
             "live": None if self.live is None else self._live_state(self.live),
-            "recording": None
-            if self.recording is None
-            else {"status": self.recording.status, "steps_done": self.recording.steps_done},
         }
 
     def _live_state(self, live: LiveTest) -> dict[str, Any]:
