@@ -13,15 +13,12 @@ from sgl_prefix_attn.explain.devices import DEVICE_NAMES, STOCK_BACKENDS, machin
 from sgl_prefix_attn.explain.report import Explanation, explain
 from sgl_prefix_attn.explain.server import ServerState, read_prompts, read_states
 from sgl_prefix_attn.explain.text import render, render_state
-from sgl_prefix_attn.explain.trace import read_window
 from sgl_prefix_attn.routing.profile import ProfileError
 from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
-  %(prog)s --tree 1,10/4096,416 --heads 32/8 --plot tree.png
+  %(prog)s --tree 1,10/4096,416 --heads 32/8 --device h200
       10 requests below one 4096-token prompt, 416 tokens of their own each
-  %(prog)s --trace conversation.jsonl --window 0:64 --device h200
-      the first 64 requests of a Mooncake trace, decoding together
   %(prog)s --server http://127.0.0.1:30000
       counters and the last packed batch of a running server
   %(prog)s --server http://host-a:30000 --server http://host-b:30000
@@ -33,8 +30,8 @@ _EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show what the planner makes of a batch: the forest of shared prefixes, the packs, KV tokens read packed / per "
-        "request / at the limit, the balance across workers, the time, and the gain over a stock backend."
+        "Show what the planner makes of a batch: the forest of shared prefixes, the work items, KV tokens read packed, "
+        "per request and at the limit, and the predicted gain over a stock backend."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -47,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the level above) // (size of the level); the last level are the requests with their own tokens",
     )
     source.add_argument("--batch", metavar="FILE", help="JSON file with paths, seq_lens and, if not all 1, query_lens")
-    source.add_argument("--trace", metavar="FILE", help="trace in Mooncake's JSON lines; blocks of 512 tokens")
     source.add_argument(
         "--server",
         metavar="URL",
@@ -58,10 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     details = parser.add_argument_group("more about the batch")
     details.add_argument("--query-len", type=int, metavar="N", help="--tree: new tokens of each request (default 1)")
-    details.add_argument("--window", metavar="START:COUNT", help="--trace: these requests (default 0:64)")
-    details.add_argument(
-        "--progress", type=float, metavar="SHARE", help="--trace: share of its output each has generated (default 0.5)"
-    )
     details.add_argument("--api-key", metavar="KEY", help="--server: its API key; of several servers the admin key")
     details.add_argument("--rank", type=int, metavar="N", help="--server: only this data-parallel rank (default all)")
 
@@ -70,16 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--head-dim", type=int, metavar="N", help="default 128")
     device.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
     device.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
-    device.add_argument("--workers", type=int, metavar="N", help="workers instead of the device's own")
-
     device.add_argument(
         "--stock", choices=STOCK_BACKENDS, help="the gain is over this stock backend (default fa3, or the server's)"
     )
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf (needs matplotlib)")
-    output.add_argument("--full", action="store_true", help="print every node of the forest")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             shape = model_shape(args)
             explanation = explain(_batch(args), shape, machine(args, shape), _profiles())
-            _print(explanation.to_json() if args.json else _text(explanation, args))
-            _plot([explanation], args)
+            _print(explanation.to_json() if args.json else render(explanation))
     except InputError as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
@@ -104,8 +91,6 @@ def _check_options(args: argparse.Namespace) -> None:
     """An option of another source is an error, not ignored."""
     for option, source in (
         ("query_len", "tree"),
-        ("window", "trace"),
-        ("progress", "trace"),
         ("api_key", "server"),
         ("rank", "server"),
     ):
@@ -116,16 +101,13 @@ def _check_options(args: argparse.Namespace) -> None:
 def _batch(args: argparse.Namespace) -> BatchDescription:
     if args.tree is not None:
         return parse_tree(args.tree, 1 if args.query_len is None else args.query_len)
-    if args.trace is not None:
-        return read_window(args.trace, args.window or "0:64", 0.5 if args.progress is None else args.progress)
     return read_batch_file(args.batch)
 
 
 def _run_servers(args: argparse.Namespace) -> None:
     """The spread of the running requests over several servers; each data-parallel rank is an engine of its own."""
-    for option in ("rank", "plot"):
-        if getattr(args, option) is not None:
-            raise InputError(f"--{option} works with one --server")
+    if args.rank is not None:
+        raise InputError("--rank works with one --server")
     engines = {}
     for url in dict.fromkeys(url.rstrip("/") for url in args.server):
         ranks = read_prompts(url, args.api_key)
@@ -163,9 +145,8 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
         for rank, state in states.items():
             explanation = explained[rank]
             untold = "no batch ran packed yet" if state.tells_batch else "not told by a server with an API key"
-            batch = untold if explanation is None else _text(explanation, args)
+            batch = untold if explanation is None else render(explanation)
             _print(f"{url} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
-    _plot([explanation for explanation in explained.values() if explanation is not None], args)
 
 
 def _profiles() -> ProfileStore:
@@ -200,20 +181,5 @@ def _json(explanation: Explanation | None) -> dict[str, Any] | None:
     return None if explanation is None else explanation.to_json()
 
 
-def _text(explanation: Explanation, args: argparse.Namespace) -> str:
-    return render(explanation, args.full)
-
-
 def _print(content: str | dict[str, Any]) -> None:
     print(content if isinstance(content, str) else json.dumps(content))
-
-
-def _plot(explanations: list[Explanation], args: argparse.Namespace) -> None:
-    if not args.plot:
-        return
-    if len(explanations) != 1:
-        raise InputError(f"--plot draws one batch and there are {len(explanations)}; choose one with --rank")
-    from sgl_prefix_attn.explain.plot import draw  # matplotlib is optional and slow to import
-
-    draw(explanations[0], args.plot)
-    print(f"drawn to {args.plot}", file=sys.stderr)

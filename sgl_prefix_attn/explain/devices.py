@@ -25,7 +25,7 @@ _GPUS = {
     "h200": (H200, 90),
 }
 DEVICE_NAMES = ("cpu", *_GPUS)
-MAX_SIZE = 65_536  # of heads, head_dim and workers; the planner's numbers have 32 bits
+MAX_SIZE = 65_536  # of heads and head_dim; the planner's numbers have 32 bits
 STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
 
 
@@ -57,7 +57,7 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
 
 
 def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = STOCK_BACKENDS[0]) -> Machine:
-    """What `--device`, `--workers` and `--stock` stand for.
+    """What `--device` and `--stock` stand for.
 
     Args:
         stock_backend: of a GPU, without `--stock`.
@@ -66,18 +66,13 @@ def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = ST
         InputError: an unusable option.
     """
     if args.device in (None, "cpu"):
-        _check_workers(args)
-        model, whole = DeviceModel.cpu(args.workers), DeviceModel.cpu()
-        if model.workers != whole.workers:
-            return Machine(model, _part_of(whole))
-        return Machine(model, ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
+        return Machine(DeviceModel.cpu(), ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
     gpu, code = _GPUS[args.device]
     packed = "native" if code in TESTED_CODE else "triton"
     dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
     stock = stock_kernel(args.stock or stock_backend, shape)
     facts = ServerFacts(gpu.name, ".".join(map(str, gpu.capability)), shape, dtype, packed, stock)
-    model = planner_model(gpu, shape, code if packed == "native" else None)
-    return _with_workers(args, Machine(model, facts))
+    return Machine(planner_model(gpu, shape, code if packed == "native" else None), facts)
 
 
 def machine_of_server(
@@ -103,29 +98,11 @@ def machine_of_server(
         return machine(args, shape, stock_backend if known else STOCK_BACKENDS[0])
     model = _reported(DeviceModel, "device", reported)
     if facts is None:
-        return _with_workers(args, Machine(model, "the server does not name its GPU"))
+        return Machine(model, "the server does not name its GPU")
     told = _reported(ServerFacts, "route.facts", {**facts, "shape": shape})
     if args.stock is not None or args.heads is not None or args.kv_dtype is not None:
         told = dataclasses.replace(told, stock=stock_kernel(args.stock or stock_backend, shape))
-    return _with_workers(args, Machine(model, told))
-
-
-def _with_workers(args: argparse.Namespace, found: Machine) -> Machine:
-    """The machine with `--workers`. Profiles are of all its workers."""
-    _check_workers(args)
-    if args.workers in (None, found.model.workers):
-        return found
-    model = dataclasses.replace(found.model, workers=args.workers)
-    return Machine(model, _part_of(found.model))
-
-
-def _part_of(whole: DeviceModel) -> str:
-    return f"profiles are of all {whole.workers} workers"
-
-
-def _check_workers(args: argparse.Namespace) -> None:
-    if args.workers is not None and not 1 <= args.workers <= MAX_SIZE:
-        raise InputError(f"--workers {args.workers}: expected 1 to {MAX_SIZE}")
+    return Machine(model, told)
 
 
 def _reported(kind: type, name: str, fields: dict[str, Any]) -> Any:

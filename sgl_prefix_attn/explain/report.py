@@ -1,4 +1,4 @@
-"""Everything `explain` knows about one batch, as numbers. text.py, plot.py and --json only present it."""
+"""Everything `explain` knows about one batch, as numbers. text.py and --json only present it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,39 @@ from typing import Any
 
 import numpy as np
 
-from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.explain.balance import Schedule, partial_bytes, simulate
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.planner import (
+    KV_BEGIN,
+    KV_END,
+    OPEN_END,
+    QUERY_BEGIN,
+    QUERY_COUNT,
+    TILE_ROWS,
+    DeviceModel,
+    ModelShape,
+    Plan,
+    Planner,
+)
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError
-from sgl_prefix_attn.explain.packs import ItemClass, Pack, item_classes, packs_of
 from sgl_prefix_attn.explain.prediction import Gain, Machine, predicted_gain
 from sgl_prefix_attn.routing.profile_store import ProfileStore
+
+
+@dataclass(frozen=True)
+class ItemClass:
+    """Work items of one kind and tile size taken together.
+
+    Attributes:
+        kind: "shared" if several requests read the item's range, else "private".
+        kv_tokens: positions that the items read, once an item.
+        rows_filled: share of their tiles' rows that hold a query row.
+    """
+
+    kind: str
+    tile_rows: int
+    items: int
+    kv_tokens: int
+    rows_filled: float
 
 
 @dataclass(frozen=True)
@@ -22,7 +48,6 @@ class Explanation:
     """A batch, its forest and its plan.
 
     Attributes:
-        schedule: of the plan by the planner's costs.
         gain: over the stock backend; a text says why there is no prediction.
         plan_seconds: host time of the plan.
     """
@@ -32,9 +57,7 @@ class Explanation:
     machine: Machine
     forest: PrefixForest
     plan: Plan
-    packs: list[Pack]
     item_classes: list[ItemClass]
-    schedule: Schedule
     gain: Gain | str
     plan_seconds: float
 
@@ -44,24 +67,15 @@ class Explanation:
         return self.machine.model
 
     @property
-    def seconds(self) -> float:
-        """The time of one layer's attention: by the profile, without one by the planner's costs."""
-        return self.schedule.seconds if isinstance(self.gain, str) else self.gain.packed_us / 1e6
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one KV position in one layer: K and V of every KV head."""
         return 2 * self.shape.kv_heads * self.shape.head_dim * self.shape.kv_bytes
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes per layer to write and read back the partial results."""
-        return partial_bytes(self.plan.num_partials, self.shape)
-
-    @property
-    def kv_splits(self) -> int:
-        """Work items that split-KV adds: items minus one for each row tile of each pack."""
-        return sum(pack.items - pack.row_tiles for pack in self.packs)
+        """Bytes per layer to write and read back the partial results: of a query head an output and an fp32 lse."""
+        shape = self.shape
+        return 2 * self.plan.num_partials * shape.q_heads * (shape.head_dim * shape.partial_bytes + 4)
 
     @property
     def shared_share(self) -> float:
@@ -90,9 +104,7 @@ class Explanation:
                 "tail_begin": forest.tail_begin.tolist(),
                 "shared_share": self.shared_share,
             },
-            "packs": [dataclasses.asdict(pack) for pack in self.packs],
             "work_items": len(plan.items),
-            "kv_splits": self.kv_splits,
             "item_classes": [dataclasses.asdict(item_class) for item_class in self.item_classes],
             "kv_tokens": {
                 "packed": plan.kv_tokens_packed,
@@ -105,9 +117,6 @@ class Explanation:
                 "limit": plan.kv_tokens_unique * self.token_bytes,
             },
             "partial_bytes": self.partial_bytes,
-            "worker_seconds": self.schedule.worker_seconds.tolist(),
-            "max_over_mean": self.schedule.max_over_mean,
-            "time": {"seconds": self.seconds, "by": "planner" if isinstance(self.gain, str) else "profile"},
             "gain": {"none": self.gain} if isinstance(self.gain, str) else self.gain.to_json(),
             "plan_seconds": self.plan_seconds,
         }
@@ -134,16 +143,31 @@ def explain(batch: BatchDescription, shape: ModelShape, machine: Machine, store:
     query_lens = None if batch.is_decode else batch.query_lens
     plan = planner.plan(forest, batch.seq_lens, query_lens)
     seconds = planner.plan_seconds
-    schedule = simulate(plan, batch.seq_lens, shape, machine.model)
     return Explanation(
         batch=batch,
         shape=shape,
         machine=machine,
         forest=forest,
         plan=plan,
-        packs=packs_of(plan, forest, batch.seq_lens),
-        item_classes=item_classes(plan, forest, batch.seq_lens, shape.q_heads // shape.kv_heads),
-        schedule=schedule,
+        item_classes=item_classes(plan, batch.seq_lens, shape.q_heads // shape.kv_heads),
         gain=predicted_gain(forest, batch.seq_lens, batch.is_decode, machine, store),
         plan_seconds=seconds,
     )
+
+
+def item_classes(plan: Plan, seq_lens: Int64Array, group: int) -> list[ItemClass]:
+    """Classes of the plan's items, shared ones first, large tiles first. group: query heads a KV head."""
+    items, requests = plan.items, plan.query_request
+    first, queries = items[:, QUERY_BEGIN], items[:, QUERY_COUNT]
+    last = first + queries - 1
+    # An open end is one past the position of the item's last query.
+    ends = np.where(items[:, KV_END] == OPEN_END, seq_lens[requests[last]] - plan.query_back[last], items[:, KV_END])
+    private, rows, tokens = requests[first] == requests[last], items[:, TILE_ROWS], ends - items[:, KV_BEGIN]
+    found = []
+    for is_private, negative_rows in sorted(set(zip(private.tolist(), (-rows).tolist(), strict=True))):
+        of = (private == is_private) & (rows == -negative_rows)
+        count = int(of.sum())
+        filled = int(queries[of].sum()) * group / (-negative_rows * count)
+        kind = "private" if is_private else "shared"
+        found.append(ItemClass(kind, -negative_rows, count, int(tokens[of].sum()), filled))
+    return found

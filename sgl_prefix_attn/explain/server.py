@@ -83,15 +83,6 @@ class LiveTest(BaseModel):
     last: tuple[Decision | None, Decision | None]
 
 
-class Recording(BaseModel):
-    """A recording of decode steps."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    status: str
-    steps_done: int
-
-
 class RouteState(BaseModel):
     """How decode steps are routed.
 
@@ -116,7 +107,6 @@ class RouteState(BaseModel):
     margin: int | None = None
     last: Decision | None = None
     live: LiveTest | None = None
-    recording: Recording | None = None
     facts: dict[str, str | int] | None = None
 
     @property

@@ -14,14 +14,14 @@ REFILL_OPTIONS = "--enable-mixed-chunk, --min-free-slots-delay, --prefill-decode
 _ROOTS_SHOWN = 8  # a quarter of that below each, and so on, but at least one
 
 
-def render(explanation: Explanation, full: bool) -> str:
-    """The whole report. full: every node of the forest, however many."""
+def render(explanation: Explanation) -> str:
+    """The whole report."""
     parts = [
         _header(explanation),
-        ["", _forest_summary(explanation), *_forest_lines(explanation, full)],
-        ["", *_pack_lines(explanation)],
+        ["", _forest_summary(explanation), *_forest_lines(explanation)],
+        ["", *_item_lines(explanation)],
         ["", *_read_lines(explanation)],
-        ["", *_balance_lines(explanation)],
+        ["", *_gain_lines(explanation)],
     ]
     return "\n".join(line for part in parts for line in part)
 
@@ -62,8 +62,6 @@ def _route_rows(route: RouteState) -> list[tuple[str, str]]:
     if route.borrowed:
         rows.append(("borrowed", f"the profile was measured with {route.borrowed}"))
     rows.append(("last decision", _decision(route.last)))
-    if route.recording is not None and route.recording.status == "running":
-        rows.append(("recording", f"running, {_plural(route.recording.steps_done, 'decode step')}"))
     return rows if route.live is None else rows + _live_rows(route.live)
 
 
@@ -82,20 +80,6 @@ def _decision(decision: Decision | None) -> str:
     if decision.packed_us is None or decision.stock_us is None:
         return f"{decision.route}, without predicted times"
     return f"{decision.route}, predicted {decision.packed_us:,.1f} us packed, {decision.stock_us:,.1f} us stock"
-
-
-def time_lines(explanation: Explanation) -> list[str]:
-    """Predicted times of a layer and the gain; without a prediction an estimate, and why."""
-    gain = explanation.gain
-    if isinstance(gain, str):
-        return [
-            f"Estimated attention time of a layer: {_duration(explanation.seconds)}, by the planner's cost model",
-            f"Gain over the stock backend: not predicted, {gain}",
-        ]
-    return [
-        f"Predicted gain over stock {gain.stock}: {gain.ratio:.2f}x, {gain.packed_us:,.1f} us packed, "
-        f"{gain.stock_us:,.1f} us stock, by the {gain.profile}"
-    ]
 
 
 def _header(explanation: Explanation) -> list[str]:
@@ -132,7 +116,7 @@ def _forest_summary(explanation: Explanation) -> str:
     )
 
 
-def _forest_lines(explanation: Explanation, full: bool) -> Iterator[str]:
+def _forest_lines(explanation: Explanation) -> Iterator[str]:
     """Nodes indented below their parent. Siblings whose subtrees look alike are one entry with a count."""
     forest = explanation.forest
     children: dict[int, list[int]] = defaultdict(list)
@@ -154,8 +138,8 @@ def _forest_lines(explanation: Explanation, full: bool) -> Iterator[str]:
         indent = "  " * (depth + 1)
         alike: dict[int, list[int]] = defaultdict(list)
         for child in children[node]:
-            alike[child if full else look_of[child]].append(child)
-        shown = len(alike) if full else max(1, _ROOTS_SHOWN >> (2 * depth))
+            alike[look_of[child]].append(child)
+        shown = max(1, _ROOTS_SHOWN >> (2 * depth))
         for child, *others in list(alike.values())[:shown]:
             times = f"{1 + len(others):,} times " if others else ""
             yield (
@@ -173,9 +157,8 @@ def _forest_lines(explanation: Explanation, full: bool) -> Iterator[str]:
     yield from lines(_NO_NODE, 0)
 
 
-def _pack_lines(explanation: Explanation) -> list[str]:
-    shared = sum(1 for pack in explanation.packs if pack.node != _NO_NODE)
-    items, splits = len(explanation.plan.items), explanation.kv_splits
+def _item_lines(explanation: Explanation) -> list[str]:
+    items = _plural(len(explanation.plan.items), "work item")
     rows: list[Sequence[str]] = [("ranges", "tile rows", "items", "KV tokens", "rows filled")]
     rows += [
         (
@@ -188,8 +171,7 @@ def _pack_lines(explanation: Explanation) -> list[str]:
         for item_class in explanation.item_classes
     ]
     return [
-        f"Packs: {shared:,} shared, {len(explanation.packs) - shared:,} private, in {_plural(items, 'work item')} "
-        f"({_plural(splits, 'KV split')}); plan made in {_duration(explanation.plan_seconds)}",
+        f"Plan: {items}, made in {_duration(explanation.plan_seconds)}",
         *_table(rows),
     ]
 
@@ -211,17 +193,18 @@ def _read_lines(explanation: Explanation) -> list[str]:
     return _table(rows)
 
 
-def _balance_lines(explanation: Explanation) -> list[str]:
+def _gain_lines(explanation: Explanation) -> list[str]:
+    """The predicted times of a layer and the gain; without a prediction why there is none."""
     gain = explanation.gain
-    workers = _plural(explanation.device.workers, "worker")
+    if isinstance(gain, str):
+        return [f"Gain over the stock backend: not predicted, {gain}"]
     lines = [
-        f"Balance over {workers}, by cost: the busiest has {explanation.schedule.max_over_mean:.2f}x the mean",
-        *time_lines(explanation),
+        f"Predicted gain over stock {gain.stock}: {gain.ratio:.2f}x, {gain.packed_us:,.1f} us packed, "
+        f"{gain.stock_us:,.1f} us stock, by the {gain.profile}",
+        f"  a decode step runs {gain.route} under the policy cost",
     ]
-    if not isinstance(gain, str):
-        lines.append(f"  a decode step runs {gain.route} under the policy cost")
-        if gain.borrowed:
-            lines.append(f"  the profile was measured with {gain.borrowed}")
+    if gain.borrowed:
+        lines.append(f"  the profile was measured with {gain.borrowed}")
     return lines
 
 
