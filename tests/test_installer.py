@@ -16,8 +16,8 @@ import pytest
 import setuptools
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.installer import cli, setup_env, stages
-from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError, Stage
+from sgl_prefix_attn.installer import cli, setup_env
+from sgl_prefix_attn.installer.setup_env import Installer, SetupError, Stage
 from sgl_prefix_attn.sglang_plugin.compat import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,12 +28,12 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an installer would run; there is no CPU build of torch."""
     made: list[str] = []
 
-    def command(self: Installer, words: list[str], **_: Any) -> None:
+    def command(self: Installer, words: list[str], *_: Any, **__: Any) -> None:
         made.append(" ".join(words))
         if "+cpu" in made[-1]:
             raise SetupError("no such version")
-        self.settings.python.parent.mkdir(parents=True, exist_ok=True)
-        self.settings.python.touch()
+        self.python.parent.mkdir(parents=True, exist_ok=True)
+        self.python.touch()
 
     monkeypatch.setattr(Installer, "_command", command)
     return made
@@ -56,13 +56,33 @@ def test_a_call_goes_on_where_the_last_one_ended(gpu, first, commands, tmp_path,
     assert any("sglang==0.5.21" in command for command in commands)
 
 
+def test_a_stage_that_failed_is_done_again_with_those_after_it(commands, tmp_path, monkeypatch):
+    words, pip = ["--venv", str(tmp_path / "venv"), "--gpu", "no"], Installer._pip
+    assert setup_env.main(words) == 0
+    every = [command for command in commands if "+cpu" not in command]
+
+    def fails(self: Installer, *arguments: str, **more: Any) -> None:
+        if "--force-reinstall" in arguments:
+            raise SetupError("no shims")
+        pip(self, *arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Installer, "_pip", fails)
+        assert setup_env.main([*words, "--sglang", "0.5.21"]) == 1
+    commands.clear()
+    assert setup_env.main([*words, "--sglang", "0.5.21"]) == 0
+    assert [command.split()[-1].split("/")[-1] for command in commands] == [
+        command.split()[-1].split("/")[-1] for command in every[-3:]
+    ]
+
+
 def test_a_command_that_fails_ends_with_its_last_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stages, "HEARTBEAT_SECONDS", 0.2)
-    installer = Installer(Settings(tmp_path, "0.5.20", gpu=False))
+    monkeypatch.setattr(setup_env, "HEARTBEAT_SECONDS", 0.2)
+    installer = Installer(tmp_path, "0.5.20", gpu=False)
     words = [sys.executable, "-c", "import time; time.sleep(1); exit(print('no such package') or 3)"]
     stage = Stage("x", "a stage of packages", (), lambda: installer._command(words))
     with pytest.raises(SetupError, match=r"failed with status 3: (.|\n)*no such package\nwhole output: "):
-        installer._execute(stage, {}, "", "[setup 2/7]")
+        installer._execute(stage, "", "[setup 2/7]")
     assert "[setup 2/7] a stage of packages: still working (0 s)" in capsys.readouterr().out
 
 
@@ -87,8 +107,9 @@ def test_a_machine_that_cannot_do_is_told_what_to_change(here, sglang, message, 
     monkeypatch.setenv("CXX", here.get("compiler", "c++"))
     known = {"platform": "linux", "version_info": (3, 11), "executable": "python", **here}
     monkeypatch.setattr(setup_env, "sys", SimpleNamespace(**known))
+    check = setup_env.check_compiler if "compiler" in here else lambda: setup_env.check_python(sglang, "")
     with pytest.raises(SetupError, match=re.escape(message)):
-        setup_env.check_machine(Settings(tmp_path, sglang, gpu=False))
+        check()
 
 
 @pytest.mark.parametrize("version", ["0.5.99", "0.5.13", "0.6.0", "main", "0.5", "0.5.20 --pre"])
@@ -108,7 +129,7 @@ def test_another_sglang_is_refused_before_anything_is_done(version, commands, tm
 def test_the_range_is_the_plug_ins() -> None:
     for version, ours in ((versions.OLDEST, setup_env.OLDEST_SGLANG), (versions.NEWEST, setup_env.NEWEST_SGLANG)):
         assert version == ".".join(map(str, ours))
-        setup_env.check_sglang(Settings(ROOT, f"{version}.post1", gpu=False))
+        setup_env.check_sglang(f"{version}.post1")
 
 
 def test_a_folder_that_cannot_hold_an_environment_is_told(commands, tmp_path, monkeypatch, capsys):
@@ -134,10 +155,10 @@ def test_a_folder_that_cannot_hold_an_environment_is_told(commands, tmp_path, mo
 
 
 def test_a_disk_that_becomes_full_is_told(commands, tmp_path, monkeypatch, capsys):
-    def full(self: Installer, stamps: dict[str, str]) -> None:
+    def full(self: Installer) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Installer, "_write_stamps", full)
+    monkeypatch.setattr(Installer, "_write", full)
     assert setup_env.main(["--venv", str(tmp_path), "--gpu", "no"]) == 1
     assert capsys.readouterr().err == f"[setup] error: {tmp_path}: No space left on device\n"
 

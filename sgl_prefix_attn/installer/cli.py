@@ -8,17 +8,24 @@ import sys
 from pathlib import Path
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.installer.setup_env import DEFAULT_SGLANG, check_python, check_sglang, only_one
-from sgl_prefix_attn.installer.stages import Installer, Settings, SetupError, Stage
+from sgl_prefix_attn.installer.setup_env import (
+    DEFAULT_SGLANG,
+    Installer,
+    SetupError,
+    Stage,
+    check_python,
+    check_sglang,
+    only_one,
+)
 
 
 class HereInstaller(Installer):
     """Adds to the running environment, which has this package and no SGLang yet."""
 
-    def _stages(self) -> list[Stage]:
+    def stages(self) -> list[Stage]:
         ours = f"sgl-prefix-attn=={__version__}"
         package = Stage("package", "what sgl-prefix-attn imports", (ours,), lambda: self._pip(ours))
-        return [*self._cpu_stages(), package, self._check_stage()]
+        return [*self.cpu_stages(), package, self.check_stage()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,27 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = Settings(venv=Path(sys.prefix), sglang=args.sglang, gpu=False)
+    installer = HereInstaller(Path(sys.prefix), args.sglang, gpu=False)
     try:
-        check_sglang(settings)
-        check_python(settings, "make the environment with ")
-        check_environment(settings)
-        with only_one(settings.venv):
-            HereInstaller(settings).run()
+        check_sglang(args.sglang)
+        check_python(args.sglang, "make the environment with ")
+        check_environment(installer)
+        with only_one(installer.venv):
+            installer.run()
     except SetupError as error:
         print(f"setup-cpu: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def check_environment(settings: Settings) -> None:
+def check_environment(installer: Installer) -> None:
     """Raises SetupError outside a virtual environment, and in one whose torch or SGLang others installed."""
     advice = "make one of its own: python3 -m venv FOLDER"
     if sys.prefix == sys.base_prefix:
         raise SetupError(f"{sys.executable} is not in a virtual environment; {advice}")
-    if Installer(settings).stamp_file.exists():
-        return
-    for name in ("sglang", "torch"):
+    for name in () if installer.finished.exists() else ("sglang", "torch"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
