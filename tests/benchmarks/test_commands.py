@@ -1,17 +1,15 @@
-"""The pages' own benchmark commands run, with small sizes added: on a CPU, and as they stand on a GPU. GPU jobs."""
+"""The pages' own benchmark commands run, with small sizes added: on a CPU, and as they stand on a GPU."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.on_gpu import JOBS
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from tests.support.pages import INLINE, ROOT, documented, run
 
@@ -27,8 +25,6 @@ _CALIBRATE = "--minutes 1 --out FILE"
 _ROLLOUT = (
     "--prompt-tokens 128 --output-tokens 40 --groups 240 --samples 4 --running 8 --window 2 --context-length 1024"
 )
-_ABTEST = "--pairs 2 --record 512 --test-seconds 15 --groups 8 --samples 4 --prompt-tokens 64 --output-tokens 16 "
-_ABTEST += "--requests 8 --running 8 --context-length 1024"
 _ROLLOUTS = "-m benchmarks.serving.rollout --model MODEL --load-format dummy --backends prefixpack,fa3,flashinfer"
 _SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backends fa3,prefixpack,flashinfer"
 _CPU = "--device cpu --load-format auto --server-args ''"
@@ -47,7 +43,6 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.serving.random_model": "",
     "benchmarks/kernel/static_report.py": "--archs 90a",
     # What the GPU commands below do without one.
-    "-m benchmarks.serving.live_abtest": f"{_CPU} {_ABTEST}",
     _ROLLOUTS: f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
     _SIDE_BY_SIDE: f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
     "--workload rl:1 no-sharing:2 --prompt-tokens 64 --output-tokens 4",
@@ -62,7 +57,6 @@ GPU = {
     "-m sgl_prefix_attn calibrate --heads 40/8": "--minutes 1",  # --out is for one type of KV
     "-m sgl_prefix_attn calibrate --heads 64/4": "--minutes 1",
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
-    "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
@@ -101,7 +95,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
     for old, new in (
         ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
         ("MODEL-with-weights", tmp_path / "weights"), (" MODEL", f" {model}"), ("FILE", out), ("FOLDER", tmp_path),
-        ("/models/Llama-3.1-8B-Instruct", model), ("build/live", tmp_path / "out"), ("rollout.json", out),
+        ("/models/Llama-3.1-8B-Instruct", model), ("rollout.json", out),
         (" serving.json", f" {out}"), ("offline.json", out),
     ):  # fmt: skip
         command = command.replace(old, str(new))
@@ -117,12 +111,3 @@ def test_every_benchmark_without_a_gpu_is_run() -> None:
     section = (ROOT / "docs" / "measuring.md").read_text().partition("## Without a GPU")[2].partition("\n## ")[0]
     begins = (*(f"python {begin}" for begin in FAST | SLOW), *ELSEWHERE)
     assert [command for command in INLINE.findall(section) if not command.startswith(begins)] == []
-
-
-def test_gpu_jobs_name_modules_and_files_that_exist() -> None:
-    for job in JOBS:
-        arguments = job.arguments(Path("out"), Path("a model"))
-        assert arguments[0] == "-m"
-        assert find_spec(arguments[1]), job.name
-        assert all(Path(word).exists() for word in arguments if word.startswith("tests/")), job.name
-        assert job.needs_model == ("a model" in arguments)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -115,5 +116,7 @@ def test_gpus_are_those_that_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> 
 def test_commands_name_their_results_and_files_that_exist(listed: Job, tmp_path: Path) -> None:
     arguments = listed.arguments(tmp_path, tmp_path / "model")
     assert "{" not in " ".join(arguments)
+    assert (arguments[0], find_spec(arguments[1]) is not None) == ("-m", True)
+    assert listed.needs_model == (str(tmp_path / "model") in arguments)
     for path in (argument for argument in arguments if argument.startswith("tests/")):
         assert (ROOT / path).exists(), path
