@@ -146,7 +146,7 @@ MISTAKES = [
     ("abtest servers http://127.0.0.1:9 http://b --block 1 --seed 5 --requests THREE", "Cannot connect to host"),
     ("abtest servers http://a http://b --out no/where --requests THREE", "there is no folder no"),
     ("abtest live http://127.0.0.1:abc packed stock", "no answer: nonnumeric port: 'abc'"),
-    ("abtest live http://a packed stock --out .", "--out .: expected a name"),
+    ("abtest live http://a packed stock --out .", ".: is a folder"),
     ("abtest servers http://a http://b --requests THREE --seconds 0", "--seconds 0: expected more than 0"),
     ("abtest servers http://a http://b --requests nowhere", "nowhere: cannot read the requests"),
 ]

@@ -15,7 +15,7 @@ from sgl_prefix_attn.abtest import live, servers
 from sgl_prefix_attn.abtest.client import Client
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
-from sgl_prefix_attn.core.files import check_writable
+from sgl_prefix_attn.core.files import check_writable, write_whole
 from sgl_prefix_attn.route_cli import run as run
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
@@ -23,9 +23,9 @@ from sgl_prefix_attn.routing.measured import BACKENDS, read_results
 _EXAMPLES = """examples:
   %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
-  %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
-      both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
-  %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab
+  %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab.json
+      both policies in turn on a running server, under the traffic that it has
+  %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab.json
       the same requests to two servers, for example with PREFIXPACK_ROUTE=cost and =stock
 """
 
@@ -90,7 +90,7 @@ def _add_live(commands: Any) -> None:
     parser.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
-    parser.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the verdict and all times")
     parser.set_defaults(act=_live)
 
 
@@ -108,7 +108,7 @@ def _add_servers(commands: Any) -> None:
     parser.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
-    parser.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the verdict and all times")
     parser.set_defaults(act=_servers)
 
 
@@ -121,10 +121,9 @@ def _servers(args: argparse.Namespace) -> None:
         (args.urls[0], args.urls[1]), requests, args.block, seed=args.seed, effect=effect, seconds=args.seconds,
         api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
     )  # fmt: skip
-    lines = verdict.lines()
-    print("\n".join(lines))
+    print("\n".join(verdict.lines()))
     if args.out is not None:
-        live.write_report(args.out, "A/B test of two servers", lines, {"verdict": verdict.as_json()}, verdict.picture())
+        write_whole(args.out, (json.dumps({"verdict": verdict.as_json()}) + "\n").encode())
 
 
 def _effect(args: argparse.Namespace) -> float:
@@ -132,8 +131,8 @@ def _effect(args: argparse.Namespace) -> float:
     _check_seconds(args)
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
-    for ending in live.ENDINGS if args.out is not None else ():
-        check_writable(live.file_of(args.out, ending))
+    if args.out is not None:
+        check_writable(args.out)
     return float(args.effect) / 100
 
 

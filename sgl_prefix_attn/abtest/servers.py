@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.live import as_png
 from sgl_prefix_attn.abtest.statistics import Comparison, compare
 from sgl_prefix_attn.core.files import read_lines
 from sgl_prefix_attn.demo.workload import Request
@@ -200,21 +199,6 @@ class ServersVerdict:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    def picture(self) -> bytes:
-        """PNG of the times per output token by block; nothing without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return b""
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        axis = figure.subplots()
-        for server, (letter, colour) in enumerate((("A", "tab:blue"), ("B", "tab:orange"))):
-            times = [block[server] for block in self.tpot_ms]
-            axis.plot(times, "o", markersize=4, color=colour, label=f"{letter}: {self.arms[server].url}")
-        axis.set(xlabel="block of requests", ylabel="ms per output token")
-        axis.legend()
-        return as_png(figure)
 
 
 def compare_servers(

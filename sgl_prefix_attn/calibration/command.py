@@ -16,7 +16,7 @@ import torch
 from sgl_prefix_attn.calibration.bench import Bench, CpuBench, CudaBench, Shape
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import Outcome, kernels_without_cost, outcomes_by_pair
-from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
+from sgl_prefix_attn.calibration.report import as_json, lines_of, rows_of
 from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
 from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.limits import why_not_native
@@ -27,7 +27,7 @@ from sgl_prefix_attn.routing.profile_store import NOT_PROFILES, user_folder
 LEAST_CHECK_SEEDS = 5
 FIT_SEEDS = 3
 # Endings of files beside a profile, and of reports: a profile with one would replace the other file.
-_NO_PROFILES = (*NOT_PROFILES, ".png", ".html")
+_NO_PROFILES = (*NOT_PROFILES, ".png")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def calibrate(
     """Measures the fit seeds, saves the profile, then measures the check seeds and judges the saved profile."""
     header = header_of(bench, shape, arguments_of(args, shape, families, bench.packed_name))
     out = args.out or user_folder() / f"{slug(header)}.json"
-    steps_path, report_path, plot_path = (beside(out, end) for end in (".steps.json", ".report.json", ".png"))
+    steps_path, report_path = (beside(out, end) for end in (".steps.json", ".report.json"))
     if args.fresh:
         steps_path.unlink(missing_ok=True)
     # Drawn when the run begins and kept with its steps: nothing can have been tuned to them.
@@ -211,8 +211,7 @@ def calibrate(
         print(f"behind stock by more than 3 % and 1 us: {rows[0].behind}; when timed again: {len(still)}")
         report["pairs"][title] = {"rows": as_json(rows), "behind_again": [step.case.key for step in still]}
     report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    drew = plot(pairs, plot_path)
-    print(f"\nprofile {out}\nreport  {report_path}" + (f"\nplot    {plot_path}" if drew else ""))
+    print(f"\nprofile {out}\nreport  {report_path}")
     if bench.packed_name == args.kernels:
         print(f"for servers that run the {args.kernels} kernels (PREFIXPACK_GPU_KERNELS={args.kernels})")
     if not out.is_relative_to(user_folder()):

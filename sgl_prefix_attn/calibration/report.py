@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,25 +102,3 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(row).items()}
         for row in rows
     ]
-
-
-def plot(pairs: Mapping[str, Sequence[Outcome]], path: Path) -> bool:
-    """Writes a PNG with each step's packed time over its stock time, by stock kernel; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(5.5 * len(pairs), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(pairs), squeeze=False)[0]
-    for axis, (name, steps) in zip(axes, pairs.items(), strict=True):
-        for route, colour in (("packed", "tab:blue"), ("stock", "tab:orange")):
-            chosen = [step for step in steps if step.route.value == route]
-            stock = [step.stock_us for step in chosen]
-            axis.scatter(
-                stock, [step.packed_us / step.stock_us for step in chosen], s=9, c=colour, label=f"ran {route}"
-            )
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", yscale="log", title=name, xlabel="stock, us a layer", ylabel="packed / stock")
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    return True

@@ -260,7 +260,7 @@ def _closing(comparisons: Sequence[Comparison]) -> str:
     else:
         lines.append("No packed step shared KV: the line on steps that fell back says why.")
     lines += [
-        "Next: what your own batches would save: python -m sgl_prefix_attn explain --trace FILE",
+        "Next: what your own batches would save: python -m sgl_prefix_attn explain --batch FILE",
         "      what of your server would run packed: python -m sgl_prefix_attn doctor YOUR LAUNCH COMMAND",
     ]
     return "\n".join(lines)

@@ -12,9 +12,15 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CONTEXT_LENGTH = 8192
 VOCABULARY = 1024
@@ -37,124 +43,10 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Gemma 2 brings layers with a sliding window. Its soft cap of the attention logits is set out of reach, because
-# SGLang's torch_native backend ignores it, so that on a CPU there would be nothing to compare with.
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    # The head size that all kernels of a GPU have, those of the stock backends too.
-    "llama_gpu": ("LlamaForCausalLM", {"head_dim": 128, "num_attention_heads": 4}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {
-            "sliding_window": 64,
-            "attn_logit_softcapping": 1e4,
-            "query_pre_attn_scalar": 32,
-            "final_logit_softcapping": None,
-            "hidden_act": "gelu_pytorch_tanh",  # as SGLang calls transformers' hidden_activation
-            "tie_word_embeddings": True,
-        },
-    ),
-    # Cohere 2 with the keys that make SGLang keep window layers in a KV pool of their own.
-    "cohere2": (
-        "Cohere2ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "is_hybrid_swa": True,
-            "hybrid_layer_pattern": [1, 0, 1, 0],
-            "tie_word_embeddings": True,
-        },
-    ),
-    # Multi-head latent attention, without experts: all layers are dense.
-    "deepseek": (
-        "DeepseekV2ForCausalLM",
-        {
-            "num_key_value_heads": 8,
-            "kv_lora_rank": 64,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "first_k_dense_replace": 2,
-            "moe_layer_freq": 1,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            # SGLang's CPU engine knows no other position encoding for this model.
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 2.0,
-                "original_max_position_embeddings": CONTEXT_LENGTH // 2,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        },
-    ),
-}
-# The head sizes that kernels of a GPU have for MLA.
-_VARIANTS["deepseek_gpu"] = (
-    _VARIANTS["deepseek"][0],
-    {
-        **_VARIANTS["deepseek"][1],
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-)
-# Kinds of layers beside full attention, and experts, with the head sizes that kernels of a GPU have.
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_VARIANTS |= {
-    "qwen3_moe_gpu": ("Qwen3MoeForCausalLM", {"head_dim": 128, "num_attention_heads": 4, **_EXPERTS}),
-    # Window layers, and sinks in all layers. SGLang runs it in the type that its configuration names.
-    "gpt_oss_gpu": (
-        "GptOssForCausalLM",
-        {
-            "dtype": "bfloat16",
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "swiglu_limit": 7.0,
-        },
-    ),
-    # Chunked attention in three layers of four. Without a vision model, SGLang reads no experts and pairs the
-    # dimensions of rotary embeddings otherwise than transformers.
-    "llama4_gpu": (
-        "Llama4ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 128,
-            "num_attention_heads": 4,
-            "intermediate_size_mlp": 512,
-            "interleave_moe_layer_step": 8,
-            "attention_chunk_size": 128,
-        },
-    ),
-    # Linear attention in three layers of four.
-    "qwen3_next_gpu": (
-        "Qwen3NextForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "full_attention_interval": 4,
-            "head_dim": 128,
-            "num_attention_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "shared_expert_intermediate_size": 128,
-            **_EXPERTS,
-        },
-    ),
+# Name -> class of transformers, and what its configuration has beside _SHAPE.
+_VARIANTS = {
+    name: (values.pop("architecture"), dict.fromkeys(values.pop("null", ())) | values)
+    for name, values in tomllib.loads((Path(__file__).parent / "data" / "tiny_models.toml").read_text()).items()
 }
 VARIANTS = tuple(_VARIANTS)
 # Gemma 2 normalises what each layer adds. At the initial weights, with tied embeddings, that would be too little to

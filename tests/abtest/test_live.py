@@ -1,4 +1,4 @@
-"""The client of a live test: a server that fails, and the files of the report."""
+"""The client of a live test: a server that fails, and the file of the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import client, live
 from sgl_prefix_attn.abtest.client import Client, ServerRefusalError
-from sgl_prefix_attn.abtest.live import write_report
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
 
@@ -115,18 +114,9 @@ def test_ctrl_c_stops_the_test_and_reports(server: Server, tmp_path: Path, capsy
 
     server.answer = answer
     words = ["abtest", "live", server.url, "packed", "stock", "--pairs", "20", "--block", "8", "--warmup", "2"]
-    assert main([*words, "--out", str(tmp_path / "ab")]) == 0
+    assert main([*words, "--out", str(tmp_path / "ab.json")]) == 0
     assert server.asked[-1] == "DELETE"
     out = capsys.readouterr().out
     assert "The test was stopped early, by Ctrl-C" in out
     assert "No difference seen" in out
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["pairs"] == 15
-
-
-def test_reports_whose_names_differ_after_a_dot_are_files_of_their_own(tmp_path: Path) -> None:
-    for name in ("llama-3.1", "llama-3.2.json"):
-        write_report(tmp_path / name, "A/B test", [name], {"name": name}, b"picture")
-    names = {f"llama-3.{n}.{ending}" for n in (1, 2) for ending in ("json", "png", "html")}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    with pytest.raises(ValueError, match=r"--out \.: expected a name"):
-        write_report(Path(), "A/B test", [], {}, b"")

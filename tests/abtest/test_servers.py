@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_the_blocks_before_it(finished, tmp_path, monkeypatch, caps
     monkeypatch.setattr(servers, "block_times", block_times)
     path = tmp_path / "requests.jsonl"
     path.write_text(8 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
-    words = ["abtest", "servers", *URLS, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "ab")]
+    words = ["abtest", "servers", *URLS, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "ab.json")]
     status = main(words)
     out = capsys.readouterr().out
     if finished < 4:  # no block counts

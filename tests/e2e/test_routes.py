@@ -81,12 +81,10 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected,
     known = [us for us in copy["us"] if us is not None]
     assert len(known) > 56
     assert min(known) > 0
-    verdict = report(copies, 0.01, tmp_path / "ab")
+    verdict = report(copies, 0.01, tmp_path / "ab.json")
     assert verdict.pairs + verdict.dropped == 2
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
-    page = (tmp_path / "ab.html").read_text()
-    assert "At least 8 pairs are needed" in page
-    assert "://" not in page, "it opens without a network"
+    assert "At least 8 pairs are needed" in capsys.readouterr().out
     route = state_of(server)["route"]
     assert route["policy"] == "cost"
     assert route["live"]["status"] == "finished"
@@ -98,14 +96,14 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected,
 
 
 def test_a_live_test_by_the_command_of_the_page(server, expected, vocabulary, tmp_path, capsys):
-    requests, files = workloads.diverging(vocabulary), {PAGE_URL: server.url, "--out ab": f"--out {tmp_path / 'ab'}"}
+    requests, files = workloads.diverging(vocabulary), {PAGE_URL: server.url, "ab.json": tmp_path / "ab.json"}
     words = words_of(documented("python -m sgl_prefix_attn abtest live", files, "--pairs 4 --block 8 --warmup 2"))
     replay(server.url, requests[:2])
     while_running(server, words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
     out = capsys.readouterr().out
     assert re.findall(r"^([AB]) .* (\S+)$", out, re.MULTILINE) == [("A", "batch>=64"), ("B", "cost")]
     assert "At least 8 pairs are needed" in out
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".html", ".png"}
+    assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["pairs"] <= 4
 
 
 def test_a_client_that_is_killed_leaves_nothing_behind(server, vocabulary, tmp_path):
@@ -132,8 +130,9 @@ def test_two_servers_are_compared_by_the_same_requests(packed, stock_server, voc
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     urls = [packed.url, stock_server.url]
-    files = {"http://host-a:30000": urls[0], "http://host-b:30000": urls[1], "rollouts.jsonl": path}
-    command = documented("python -m sgl_prefix_attn abtest servers", files, f"--block 2 --out {tmp_path / 'x'}")
+    hosts = {"http://host-a:30000": urls[0], "http://host-b:30000": urls[1]}
+    files = {**hosts, "rollouts.jsonl": path, "ab.json": tmp_path / "x.json"}
+    command = documented("python -m sgl_prefix_attn abtest servers", files, "--block 2")
     assert main(words_of(command)) == 0
     verdict = json.loads((tmp_path / "x.json").read_text())["verdict"]
     assert verdict["equal_tokens"] == 1.0
@@ -142,7 +141,6 @@ def test_two_servers_are_compared_by_the_same_requests(packed, stock_server, voc
     assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
     assert set(verdict["orders"]) == {0, 1}
     assert len(verdict["tpot_ms"]) == 9
-    assert (tmp_path / "x.png").stat().st_size > 1000
     assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
 
 
