@@ -1,7 +1,6 @@
 """Writes the tables of README.md and docs/ from the files in benchmarks/results.
 
-    python -m benchmarks.doc_tables            # rewrites the tables
-    python -m benchmarks.doc_tables --check    # exit status 1 if a table is out of date
+    python -m benchmarks.doc_tables
 
 A table stands between `<!-- table: NAME -->` and `<!-- end table -->`. To show a new measurement, replace its file in
 benchmarks/results, or change the file's name in `TABLES`, and run this.
@@ -9,11 +8,9 @@ benchmarks/results, or change the file's name in `TABLES`, and run this.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,17 +270,11 @@ def pages() -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    check = parser.parse_args().check
-    stale = [
-        page for page in pages() if refreshed(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
-    ]
-    for page in stale:
-        if not check:
-            page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
-    sys.exit(1 if check and stale else 0)
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := refreshed(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"written: {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -63,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             results.put(row, pool, {**cell, "cpu_seconds": round(time.process_time() - started, 2)})
     print(results.table())
     print(f"without a limit: {100 * trace.unbounded(prompts):.2f} %")
-    results.plot(args.out.with_suffix(".png"))
-    print(f"written: {args.out}, {args.out.with_suffix('.png')}")
+    print(f"written: {args.out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Results of the replays as a JSON file that grows cell by cell, as a table, and as a picture."""
+"""Results of the replays as a JSON file that grows cell by cell, and as a table."""
 
 from __future__ import annotations
 
@@ -57,27 +57,3 @@ class Results:
         if lru is None or optimum is None or optimum <= lru:
             return f"{100 * saved:.2f}"
         return f"{100 * saved:.2f} ({100 * (saved - lru) / (optimum - lru):.0f}%)"
-
-    def plot(self, path: Path) -> None:
-        """Lines over pool sizes: limits dashed, real caches with marks."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(9, 5.5))
-        axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
-        for row, cells in self.rows.items():
-            points = sorted((int(pool) * BLOCK_TOKENS / 1e6, 100 * cell["saved"]) for pool, cell in cells.items())
-            style = "--" if row.startswith("limit") else "-"
-            mark = "" if row.startswith(("limit", "ours")) else "o"
-            axes.plot(*zip(*points, strict=True), style, marker=mark, markersize=4, linewidth=1.2, label=row)
-        axes.set_xscale("log")
-        axes.set_xlabel("KV pool, million tokens")
-        axes.set_ylabel("prompt tokens saved, %")
-        axes.set_title("Prefix cache on a conversation trace, in its own order")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, ncol=2)
-        figure.tight_layout()
-        figure.savefig(path, dpi=130)
-        pyplot.close(figure)

@@ -72,9 +72,6 @@ def parser() -> argparse.ArgumentParser:
         "--reasoning-tokens", type=int, default=6144, metavar="N", help="mean output of reasoning (6144)"
     )
     result.add_argument("--window", type=float, metavar="S", help="end a run after S seconds of its steady state")
-    result.add_argument(
-        "--profile-steps", type=int, default=0, metavar="N", help="steps to trace after the window (0: none)"
-    )
     result.add_argument("--limit", type=float, default=180.0, metavar="S", help="seconds a run may take (180)")
     result.add_argument(
         "--seconds", type=float, default=570.0, metavar="S", help="start no server later than this (570)"
@@ -120,8 +117,6 @@ def server_options(args: argparse.Namespace, model: str, backend: Backend) -> Se
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.profile_steps and not args.model:
-        raise UsageError("--profile-steps needs a GPU: SGLang's profiler traces no kernels on a CPU")
     args.backends = args.backends or ("prefixpack,fa3,flashinfer" if args.model else "prefixpack,torch_native")
     backends = parse_backends(args.backends, "--backends")
     model, vocabulary, context = model_of(args)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from benchmarks.serving import kernel_profile
 from benchmarks.serving.measure import growth, warm_up
 from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, RequestError, Sample, replay
 from sgl_prefix_attn.demo.server import Server, ServerError
 from sgl_prefix_attn.demo.workload import Request
 
-PROFILE_SECONDS = 3.0  # requests go on for so long after the window
-TRACE_SECONDS = 60.0  # until the trace is written
 READ_SECONDS = 2.0  # between looks at /server_info
 
 
@@ -36,14 +31,12 @@ class Window:
     Attributes:
         begin_after, end_after: ended samples with which the window begins and ends.
         seconds: its length at most; None: requests go on to their end.
-        tail_seconds: how long requests go on after it, for the profile.
         prompt_tokens, computed_tokens: of the requests that ended since the window began.
     """
 
     begin_after: int
     end_after: int
     seconds: float | None
-    tail_seconds: float = 0.0
     ended: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
@@ -76,7 +69,7 @@ class Window:
             self.tokens += grown
             if self.seconds is not None and now - self.begun >= self.seconds:
                 self.over = now
-        if self.seconds is not None and self.over is not None and now - self.over >= self.tail_seconds:
+        if self.seconds is not None and self.over is not None:
             raise WindowOver
 
     @property
@@ -153,23 +146,14 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
     server.flush_cache()
     begin = min(running, len(requests) // 3)
     end = len(requests) - begin if args.window is None else len(requests) + 1
-    window = Window(begin, end, args.window, PROFILE_SECONDS if args.profile_steps else 0.0)
-    traces = args.logs / f"trace-{server.process.pid}-{len(requests[0].prompt)}"
-    profiler = threading.Thread(target=profile_after, args=(window, server, traces, args.profile_steps), daemon=True)
-    if args.profile_steps:
-        profiler.start()
+    window = Window(begin, end, args.window)
     answers: list[Answer] = []
     with Reader(server) as reader:
         begun = time.perf_counter()
-        try:
+        with contextlib.suppress(WindowOver):
             answers = replay(
                 server.url, requests, on_answer=window.on_answer, on_token=window.on_token, timeout_seconds=args.limit
             )
-        except WindowOver:
-            pass
-        except aiohttp.ClientError:
-            if window.over is None:  # later: the profiler took the server down, the window stands
-                raise
         seconds = time.perf_counter() - begun
     if answers and args.window is not None:
         raise RequestError(f"all {len(requests)} requests ended before the window of {args.window:g} s; raise --groups")
@@ -180,11 +164,9 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         for s in read_steps(server.log_text().splitlines())
         if window.begun_wall <= s.end - s.seconds and s.end <= over
     ]
-    trace = kernel_profile.wait_for_trace(traces, TRACE_SECONDS) if args.profile_steps else None
     tokens = sum(len(sample.tokens) for answer in answers for sample in answer.samples)
     of_group = len(requests) / len({request.name.rpartition("-")[0] for request in requests})
     return {
-        "profile": None if trace is None else kernel_profile.read_trace(trace, args.profile_steps),
         "tokens_per_second": round(window.tokens / window.measured_seconds, 1),
         "whole_tokens_per_second": round(tokens / seconds, 1) if answers else None,
         "window_seconds": round(window.measured_seconds, 2),
@@ -200,10 +182,3 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         "fallbacks": reader.grown.get("fallbacks", {}),
         "seconds_by_route": {name: round(spent, 1) for name, spent in reader.seconds.items() if spent},
     }
-
-
-def profile_after(window: Window, server: Server, traces: Path, steps: int) -> None:
-    """Traces some steps once the window is over, while requests still run."""
-    while window.over is None:
-        time.sleep(0.05)
-    kernel_profile.start(server, traces, steps)
