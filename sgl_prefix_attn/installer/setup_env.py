@@ -32,7 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,8 +48,6 @@ LEAST_FREE_GB = {False: 4, True: 20}  # by GPU
 TORCH = "torch==2.13.0"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD_TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.12")
-HEARTBEAT_SECONDS = 15.0
-ERROR_LINES, ERROR_COLUMNS = 25, 300
 ANOTHER_FOLDER = "name another folder (make: VENV=FOLDER)"
 
 
@@ -77,7 +75,6 @@ class Installer:
         self.venv, self.sglang, self.gpu = venv, sglang, gpu
         self.python = venv / "bin" / "python"
         self.finished = venv / "setup-stamps.json"  # by name, a digest of what the stage was made from
-        self._doing: dict[str, str] = {}  # by log, since two stages may run at a time
         self._made_from: dict[str, str] = {}
         with suppress(FileNotFoundError, ValueError):
             self._made_from = dict(json.loads(self.finished.read_text()))
@@ -98,7 +95,7 @@ class Installer:
         sources = _contents([*(ROOT / "csrc").rglob("*"), ROOT / "setup.py", ROOT / "pyproject.toml"])
         made_from = (*sources, json.dumps(variables), shutil.which("nvcc"))
         title, here = "building sgl-prefix-attn (C++, a minute or two)", ("--no-build-isolation", "-e", str(ROOT))
-        build = Stage("build", title, made_from, lambda: self._pip("--no-deps", *here, log="build.log", **variables))
+        build = Stage("build", title, made_from, lambda: self._pip("--no-deps", *here, variables=variables))
         ours = ("sgl-prefix-attn[test,lint,plot]",)
         tools = Stage("tools", "test and lint tools", ours, lambda: self._pip(*ours))
         first, *others = self.gpu_stages() if self.gpu else self.cpu_stages()
@@ -107,7 +104,7 @@ class Installer:
     def check_stage(self) -> Stage:
         variables = {} if self.gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         words = (str(self.python), "-c", "import sgl_prefix_attn._native, sglang.srt.entrypoints.http_server")
-        return Stage("check", "importing SGLang's server once", words, lambda: self._command(words, **variables))
+        return Stage("check", "importing SGLang's server once", words, lambda: self._command(words, variables))
 
     def gpu_stages(self) -> list[Stage]:
         words = (*BUILD_TOOLS, f"sglang=={self.sglang}", *_torch(), *_torch_index())
@@ -124,9 +121,8 @@ class Installer:
 
         def install_shims() -> None:
             with tempfile.TemporaryDirectory() as scratch:
-                copy = shutil.copytree(
-                    shims, Path(scratch, shims.name), ignore=shutil.ignore_patterns("build", "*.egg*")
-                )
+                left_out = shutil.ignore_patterns("build", "*.egg-info")
+                copy = shutil.copytree(shims, Path(scratch, shims.name), ignore=left_out)
                 self._pip("--no-deps", "--no-build-isolation", "--force-reinstall", str(copy))
 
         title = f"torch, CPU build (about 200 MB): {(_torch() or [TORCH])[0]}"
@@ -170,8 +166,7 @@ class Installer:
         print(f"[setup] {self.venv} is {state}: sglang {self.sglang}, {kind}", flush=True)
 
     def _execute(self, stage: Stage, digest: str, prefix: str) -> None:
-        self._doing["build.log" if stage.name == "build" else "setup.log"] = doing = f"{prefix} {stage.title}"
-        print(doing, flush=True)
+        print(f"{prefix} {stage.title}", flush=True)
         started = time.monotonic()
         self._write()
         stage.action()
@@ -196,38 +191,20 @@ class Installer:
             return self._pip(*(_torch() or [TORCH]), *_torch_index())
         for options in ([], ["--extra-index-url", PYTORCH_CPU_INDEX]):
             with suppress(SetupError):
-                return self._pip(f"{TORCH}+cpu", *options)
+                return self._pip(f"{TORCH}+cpu", *options, errors=subprocess.DEVNULL)
         print(f"    no index offers {TORCH}+cpu; taking the ordinary build, which may be large", flush=True)
         return self._pip(TORCH)
 
-    def _pip(self, *words: str, log: str = "setup.log", **variables: str) -> None:
-        options = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
-        self._command((str(self.python), "-m", "pip", "install", *options, *words), log, **variables)
+    def _pip(self, *words: str, variables: Mapping[str, str] = {}, errors: int | None = None) -> None:
+        options = ("--quiet", "--disable-pip-version-check", "--no-input")
+        self._command((str(self.python), "-m", "pip", "install", *options, *words), variables, errors)
 
-    def _command(self, words: Sequence[str], log: str = "setup.log", **variables: str) -> None:
-        """Runs a command with its output in a log of the environment; prints a line every few seconds."""
-        path, started = self.venv / log, time.monotonic()
-        with path.open("a+b") as output:
-            begin = output.seek(0, os.SEEK_END)
-            process = subprocess.Popen(
-                words, cwd=ROOT, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-            try:
-                while True:
-                    try:
-                        status = process.wait(HEARTBEAT_SECONDS)
-                        break
-                    except subprocess.TimeoutExpired:
-                        doing = self._doing.get(log, "[setup]")
-                        print(f"{doing}: still working ({time.monotonic() - started:.0f} s)", flush=True)
-            finally:
-                process.kill()
-                process.wait()
-            output.seek(begin)
-            tail = output.read().decode(errors="replace").splitlines()[-ERROR_LINES:] if status else []
-        if status:
-            failed = f"failed with status {status}: {' '.join(words)}"
-            raise SetupError("\n".join([failed, *(line[:ERROR_COLUMNS] for line in tail), f"whole output: {path}"]))
+    def _command(self, words: Sequence[str], variables: Mapping[str, str] = {}, errors: int | None = None) -> None:
+        """Runs a command. Its output, as a compiler's errors, is for the user. errors: where they go instead."""
+        environment = {**os.environ, **variables}
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stderr=errors, check=False)
+        if done.returncode:
+            raise SetupError(f"failed with status {done.returncode}: {' '.join(words)}")
 
 
 def _torch() -> list[str]:

@@ -6,7 +6,8 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,47 +16,29 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import client, live
 from sgl_prefix_attn.abtest.client import Client, ServerRefusalError
 from sgl_prefix_attn.routing.live_plan import LivePlan
+from tests.support.http_stub import answering
 
 
-class Server(ThreadingHTTPServer):
+@dataclass
+class Server:
     """Answers every command by `answer`: method -> status, body. A status below zero: the body breaks off."""
 
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
-        self.answer: Callable[[str], tuple[int, str]] = lambda method: (404, "")
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append(self.command)
-        status, body = self.server.answer(self.command)
-        self.send_response(abs(status))
-        self.send_header("Content-Length", str(len(body) + (1000 if status < 0 else 0)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def do_DELETE(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *arguments: object) -> None: ...
+    asked: list[str] = field(default_factory=list)
+    answer: Callable[[str], tuple[int, str]] = lambda method: (404, "")
+    url: str = ""
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+    made = Server()
+
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        made.asked.append(request.command)
+        status, body = made.answer(request.command)
+        return status, body.encode()
+
+    with answering(answer) as made.url:
         yield made
-        made.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from sgl_prefix_attn.abtest import servers
 from sgl_prefix_attn.abtest.servers import BlockTimes, block_times, compare_servers, read_requests
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.workload import Request
+from tests.support.http_stub import answering
 
 CHECK = servers.check_two_servers
 URLS = ("http://a:1", "http://b:1")
@@ -120,22 +121,13 @@ def server_of() -> Iterator[Callable[..., str]]:
     with ExitStack() as stack:
 
         def start(events: list[str], first: Callable[[], object] = object, key: str = "") -> str:
-            class Handler(BaseHTTPRequestHandler):
-                def do_POST(self) -> None:
-                    if key and self.headers["Authorization"] != f"Bearer {key}":
-                        return self.send_error(401)
-                    self.rfile.read(int(self.headers["Content-Length"]))
-                    self.send_response(200)
-                    self.end_headers()
-                    first()
-                    self.wfile.write("\n\n".join([*events, "data: [DONE]", ""]).encode())
+            def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+                if key and request.headers["Authorization"] != f"Bearer {key}":
+                    return 401, b""
+                first()
+                return 200, "\n\n".join([*events, "data: [DONE]", ""]).encode()
 
-                def log_message(self, *arguments: object) -> None: ...
-
-            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
-            return f"http://127.0.0.1:{server.server_port}"
+            return stack.enter_context(answering(answer))
 
         yield start
 
