@@ -86,11 +86,7 @@ def _add_live(commands: Any) -> None:
         help="the server ends the test so long after the client was last heard",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
-    parser.add_argument(
-        "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the verdict and all times")
+    _add_limits(parser)
     parser.set_defaults(act=_live)
 
 
@@ -104,12 +100,16 @@ def _add_servers(commands: Any) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="of both servers (default: the variable OPENAI_API_KEY)")
     parser.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
+    _add_limits(parser)
+    parser.set_defaults(act=_servers)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
     parser.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the verdict and all times")
-    parser.set_defaults(act=_servers)
 
 
 def _servers(args: argparse.Namespace) -> None:
@@ -128,17 +128,13 @@ def _servers(args: argparse.Namespace) -> None:
 
 def _effect(args: argparse.Namespace) -> float:
     """As a fraction. Checks --seconds and --out as well, before anything runs."""
-    _check_seconds(args)
+    if not args.seconds > 0:  # NaN as well
+        raise ValueError(f"--seconds {args.seconds:g}: expected more than 0")
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
     if args.out is not None:
         check_writable(args.out)
     return float(args.effect) / 100
-
-
-def _check_seconds(args: argparse.Namespace) -> None:
-    if not args.seconds > 0:  # NaN as well
-        raise ValueError(f"--seconds {args.seconds:g}: expected more than 0")
 
 
 def _live(args: argparse.Namespace) -> None:

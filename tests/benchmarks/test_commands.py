@@ -27,7 +27,6 @@ _ROLLOUT = (
 )
 _ROLLOUTS = "-m benchmarks.serving.rollout --model MODEL --load-format dummy --backends prefixpack,fa3,flashinfer"
 _SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backends fa3,prefixpack,flashinfer"
-_CPU = "--device cpu --load-format auto --server-args ''"
 SLOW = {  # they import SGLang or start servers
     "benchmarks/serving/host_cost.py": "--requests 8 --steps 8 --changes 1",
     "-m benchmarks.serving.refused --out": "--only mla --steps 4 --builds 2 --starts 1",
@@ -42,10 +41,7 @@ SLOW = {  # they import SGLang or start servers
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
     "-m benchmarks.serving.random_model": "",
     "benchmarks/kernel/static_report.py": "--archs 90a",
-    # What the GPU commands below do without one.
-    _ROLLOUTS: f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
-    _SIDE_BY_SIDE: f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
-    "--workload rl:1 no-sharing:2 --prompt-tokens 64 --output-tokens 4",
+    # What a GPU command below does without one; of the others see `test_commands_on_cpu.py`.
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1 --device cpu "
     "--backend torch_native",
 }
