@@ -20,7 +20,7 @@ COMMANDS = {
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
     "doctor": ("sgl_prefix_attn.sglang_plugin.doctor.cli", "say what of a server would run packed, and what to change"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
-    "route": ("sgl_prefix_attn.route_cli", "explain the choice between packed and stock kernels"),
+    "route": ("sgl_prefix_attn.route_cli", "list the routing profiles, and the one that a server would take"),
     "setup-cpu": ("sgl_prefix_attn.installer.cli", "install SGLang for CPUs into this environment, for a trial"),
     "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
     "tiny-model": ("sgl_prefix_attn.demo.model_cli", "write a model of random weights, which needs no hub"),

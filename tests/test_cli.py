@@ -99,13 +99,10 @@ MISTAKES = [
     ("explain --tree 1,2/64,16 --server http://x", "not allowed with argument"),
     ("tiny-model .", ".: exists; remove it, or name another folder"),
     ("explain", "one of the arguments --tree --batch --server is required"),
-    ("route explain --tree 1,10", "tree '1,10': expected NODES/TOKENS"),
-    ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 to 65536"),
-    ("route explain --tree 4/8 --margin -5", "--margin -5: expected a percentage from 0 to 1000"),
-    ("route explain --tree 4/8 --heads 32/5", "32/5 heads: the query heads have to be a multiple of the KV heads"),
-    ("route explain --tree 4/8 --heads 0/8", "0/8 heads: the query heads have to be a multiple of the KV heads"),
-    ("route explain --tree 4/8 --head-dim 100", "no native kernel has head_dim 100"),
-    ("route explain --tree 4/8 --head-dim 96", "no native kernel has head_dim 96"),
+    ("route profiles --head-dim -5", "--head-dim -5: expected 1 to 65536"),
+    ("route profiles --heads 32/5", "32/5 heads: the query heads have to be a multiple of the KV heads"),
+    ("route profiles --heads 0/8", "0/8 heads: the query heads have to be a multiple of the KV heads"),
+    ("explain --tree 4/8 --head-dim 0", "explain: --head-dim 0: expected 1 to 65536"),
     ("route profiles --packed foo", "argument --packed: invalid choice: 'foo'"),
     ("explain --tree 1,2/64,16 --heads 33/8", "explain: 33/8 heads: the query heads have to be a multiple"),
     ("demo --requests 0", "--requests 0: at least 1"),
@@ -177,7 +174,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     ("target", "status", "message"),
     [("&-", 0, ""), ("/dev/full", 1, "cannot write: No space left on device\n")],
 )
-@pytest.mark.parametrize("words", ["settings", "settings --markdown", "route explain --tree 1,2/64,16"])
+@pytest.mark.parametrize("words", ["settings", "settings --markdown", "route profiles"])
 def test_output_that_goes_nowhere(words: str, target: str, status: int, message: str) -> None:
     code = f"{sys.executable} -m sgl_prefix_attn {words} >{target}"
     result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
@@ -190,12 +187,3 @@ def test_an_interrupted_import_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(importlib, "import_module", interrupted)
     assert main(["explain", "--tree", "1,2/64,16"]) == 130
-
-
-def test_route_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "explain", "--tree", "1,10/4096,416", "--heads", "32/8", "--stock", "flashinfer"]) == 0
-    out = capsys.readouterr().out
-    assert "packed (native): " in out
-    assert "stock (flashinfer_tc): " in out
-    assert "unique_mb: MB of KV, each position once" in out
-    assert "\nroute:   " in out

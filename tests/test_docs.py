@@ -41,7 +41,7 @@ RUN_ELSEWHERE = {"(engine)": "tests/pinning/test_arrangements.py", "http://127.0
 # Commands that take well under a second: they are run, not only parsed.
 CHEAP = (
     *("explain --tree", "explain --batch", "settings", "doctor --reasons"),
-    *("route explain", "route profiles", "abtest steps benchmarks/"),
+    *("route profiles", "abtest steps benchmarks/"),
 )
 # What no test runs, by beginnings of commands.
 NOT_RUN = {

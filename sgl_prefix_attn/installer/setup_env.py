@@ -196,7 +196,7 @@ class Installer:
         return self._pip(TORCH)
 
     def _pip(self, *words: str, variables: Mapping[str, str] = {}, errors: int | None = None) -> None:
-        options = ("--quiet", "--disable-pip-version-check", "--no-input")
+        options = ("-qq", "--disable-pip-version-check", "--no-input")
         self._command((str(self.python), "-m", "pip", "install", *options, *words), variables, errors)
 
     def _command(self, words: Sequence[str], variables: Mapping[str, str] = {}, errors: int | None = None) -> None:

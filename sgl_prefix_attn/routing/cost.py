@@ -53,52 +53,36 @@ def _unsplit_mb(step: StepFeatures, shape: ModelShape, sms: int) -> float:
 
 
 # Packed kernels read every position once, multiply shared positions with many rows and combine partial results.
-PACKED_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch", lambda step, shape, sms: 1.0),
-    "unique_mb": ("MB of KV, each position once", lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape)),
-    "own_mb": (
-        "MB of KV of a single request",
-        lambda s, shape, sms: _kv_megabytes(s.tokens - s.linked_tokens, shape),
-    ),
-    "shared_gflop": ("Gflop over shared KV", lambda s, shape, sms: _gigaflop(s.linked_tokens, shape)),
-    "tails": ("thousand tails times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
-    "nodes": ("thousand shared ranges times KV heads", lambda s, shape, sms: 1e-3 * s.nodes * shape.kv_heads),
-    "links": (
-        "thousand requests below shared ranges times KV heads",
-        lambda s, shape, sms: 1e-3 * s.links * shape.kv_heads,
-    ),
-    "row_mb": (
-        "MB of fp32 rows stored or combined",
-        lambda s, shape, sms: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
-    ),
-    "longest_range": ("thousand tokens of the longest range", lambda s, shape, sms: 1e-3 * s.longest_range),
-    "shares": ("a step that shares KV", lambda s, shape, sms: float(s.nodes > 0)),
+PACKED_TERMS: dict[str, Term] = {
+    "launch": lambda step, shape, sms: 1.0,
+    # MB of KV, each position once; of positions of a single request.
+    "unique_mb": lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape),
+    "own_mb": lambda s, shape, sms: _kv_megabytes(s.tokens - s.linked_tokens, shape),
+    "shared_gflop": lambda s, shape, sms: _gigaflop(s.linked_tokens, shape),
+    # Thousands, times KV heads: tails, shared ranges, requests below shared ranges.
+    "tails": lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads,
+    "nodes": lambda s, shape, sms: 1e-3 * s.nodes * shape.kv_heads,
+    "links": lambda s, shape, sms: 1e-3 * s.links * shape.kv_heads,
+    # MB of fp32 rows stored or combined.
+    "row_mb": lambda s, shape, sms: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
+    "longest_range": lambda s, shape, sms: 1e-3 * s.longest_range,  # thousand tokens
+    "shares": lambda s, shape, sms: float(s.nodes > 0),  # whether anything is shared
 }
 # Stock kernels read the positions of each request; repeated reads may hit the L2 cache.
-STOCK_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch", lambda step, shape, sms: 1.0),
-    "unique_mb": ("MB of KV, each position once", lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape)),
-    "repeated_mb": (
-        "MB of KV read again",
-        lambda s, shape, sms: _kv_megabytes(s.tokens - s.unique_tokens, shape),
-    ),
-    "gflop": ("Gflop", lambda s, shape, sms: _gigaflop(s.tokens, shape)),
-    "requests": ("thousand requests times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
-    "longest_request": ("thousand tokens of the longest request", lambda s, shape, sms: 1e-3 * s.longest_request),
-    "split_2": (
-        "MB of the longest split, two CTAs on each SM",
-        lambda s, shape, sms: _longest_split_mb(s, shape, 2 * sms),
-    ),
-    "split_4": (
-        "MB of the longest split, four CTAs on each SM",
-        lambda s, shape, sms: _longest_split_mb(s, shape, 4 * sms),
-    ),
-    "unsplit": (
-        "MB of the longest request where requests fill the CTAs",
-        lambda s, shape, sms: _unsplit_mb(s, shape, sms),
-    ),
+STOCK_TERMS: dict[str, Term] = {
+    "launch": lambda step, shape, sms: 1.0,
+    # MB of KV, each position once; read again.
+    "unique_mb": lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape),
+    "repeated_mb": lambda s, shape, sms: _kv_megabytes(s.tokens - s.unique_tokens, shape),
+    "gflop": lambda s, shape, sms: _gigaflop(s.tokens, shape),
+    "requests": lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads,  # thousands, times KV heads
+    "longest_request": lambda s, shape, sms: 1e-3 * s.longest_request,  # thousand tokens
+    # MB of the longest split, with two or four CTAs on each SM; of the longest request where requests fill the CTAs.
+    "split_2": lambda s, shape, sms: _longest_split_mb(s, shape, 2 * sms),
+    "split_4": lambda s, shape, sms: _longest_split_mb(s, shape, 4 * sms),
+    "unsplit": _unsplit_mb,
 }
-TERMS: dict[KernelKind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
+TERMS: dict[KernelKind, dict[str, Term]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 
 
 class CostModel:
@@ -122,7 +106,7 @@ class CostModel:
         self.kind = kind
         self.sms = sms
         self.coefficients = dict(coefficients)
-        self._used = [(TERMS[kind][name][1], value) for name, value in coefficients.items() if value]
+        self._used = [(TERMS[kind][name], value) for name, value in coefficients.items() if value]
 
     def microseconds(self, step: StepFeatures, shape: ModelShape) -> float:
         total = 0.0
@@ -130,12 +114,7 @@ class CostModel:
             total += coefficient * term(step, shape, self.sms)
         return total
 
-    def parts(self, step: StepFeatures, shape: ModelShape) -> dict[str, float]:
-        """Microseconds by term."""
-        terms = TERMS[self.kind]
-        return {name: value * terms[name][1](step, shape, self.sms) for name, value in self.coefficients.items()}
-
 
 def term_values(kind: KernelKind, step: StepFeatures, shape: ModelShape, sms: int = SMS) -> list[float]:
     """The terms of a step in the order of `TERMS[kind]`."""
-    return [term(step, shape, sms) for _, term in TERMS[kind].values()]
+    return [term(step, shape, sms) for term in TERMS[kind].values()]
