@@ -166,13 +166,13 @@ class Installer:
         print(f"[setup] {self.venv} is {state}: sglang {self.sglang}, {kind}", flush=True)
 
     def _execute(self, stage: Stage, digest: str, prefix: str) -> None:
-        print(f"{prefix} {stage.title}", flush=True)
+        print(f"{prefix} {stage.title}\n", end="", flush=True)  # two stages may run at a time
         started = time.monotonic()
         self._write()
         stage.action()
         self._made_from[stage.name] = digest
         self._write()
-        print(f"{prefix} done in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{prefix} done in {time.monotonic() - started:.0f} s\n", end="", flush=True)
 
     def _write(self) -> None:
         self.finished.write_text(json.dumps(dict(self._made_from), indent=1) + "\n")
