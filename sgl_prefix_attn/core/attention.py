@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,11 +16,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KV_DTYPES = {**_DTYPES, torch.float8_e4m3fn: 3}
 
 
-class _Layout(NamedTuple):
-    """Layouts, sizes and options of a call on the CPU. They rarely differ between the layers of a model.
-
-    Each call compares them as a plain tuple in this order: to name them takes longer.
-    """
+class _Tensors(NamedTuple):
+    """Types and layouts of the tensors of a layer."""
 
     q_shape: torch.Size
     k_shape: torch.Size
@@ -30,6 +27,12 @@ class _Layout(NamedTuple):
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
     o_strides: tuple[int, ...]
+
+
+class _Layout(NamedTuple):
+    """Layouts, sizes and options of a call on the CPU. They rarely differ between the layers of a model."""
+
+    tensors: _Tensors
     lse_stride: int
     table_stride: int
     table_shape: torch.Size
@@ -48,7 +51,7 @@ class PartialWorkspace:
     keeps the kernels' other buffers, and belongs to one stream.
 
     Attributes:
-        layout: fields of `_Layout` of the last call on the CPU, None before the first.
+        layout: of the last call on the CPU, None before the first.
         tables: addresses of that call which usually stay the same over the layers of a step.
         params: native parameters of that call; the next call sets only what differs.
         sizes: tensor sizes of that call.
@@ -59,7 +62,7 @@ class PartialWorkspace:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32)
-        self.layout: tuple[Any, ...] | None = None
+        self.layout: _Layout | None = None
         self.tables: tuple[int, ...] | None = None
         self.params: _native.AttentionParams
         self.sizes: _native.TensorSizes
@@ -79,22 +82,22 @@ class PartialWorkspace:
         address = self._buffer.data_ptr()
         return address, address + 4 * outputs
 
-    def set_layout(self, fields: tuple[Any, ...]) -> None:
-        """Makes `params` and `sizes` anew for calls with these fields of `_Layout`; addresses are not set."""
-        layout = _Layout._make(fields)
-        _, q_heads, head_dim = layout.q_shape
-        kv_slots, kv_heads, _ = layout.k_shape
+    def set_layout(self, layout: _Layout) -> None:
+        """Makes `params` and `sizes` anew for calls with this layout; addresses are not set."""
+        tensors = layout.tensors
+        num_tokens, q_heads, head_dim = tensors.q_shape
+        kv_slots, kv_heads, _ = tensors.k_shape
         params = self.params = _native.AttentionParams(
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            dtype=_DTYPES[layout.dtype],
-            kv_dtype=_KV_DTYPES[layout.kv_dtype],
+            dtype=_DTYPES[tensors.dtype],
+            kv_dtype=_KV_DTYPES[tensors.kv_dtype],
         )
-        params.q_token_stride, params.q_head_stride = layout.q_strides[:2]
-        params.k_slot_stride, params.k_head_stride = layout.k_strides[:2]
-        params.v_slot_stride, params.v_head_stride = layout.v_strides[:2]
-        params.o_token_stride, params.o_head_stride = layout.o_strides[:2]
+        params.q_token_stride, params.q_head_stride = tensors.q_strides[:2]
+        params.k_slot_stride, params.k_head_stride = tensors.k_strides[:2]
+        params.v_slot_stride, params.v_head_stride = tensors.v_strides[:2]
+        params.o_token_stride, params.o_head_stride = tensors.o_strides[:2]
         params.lse_token_stride = layout.lse_stride
         params.req_to_token_stride = layout.table_stride
         params.window_left = layout.window_left
@@ -103,13 +106,13 @@ class PartialWorkspace:
         params.logit_cap = layout.logit_cap
         max_requests, max_context = layout.table_shape
         self.sizes = _native.TensorSizes(
-            num_tokens=layout.q_shape[0],
+            num_tokens=num_tokens,
             num_requests=layout.num_requests,
             max_requests=max_requests,
             max_context=max_context,
             kv_slots=kv_slots,
         )
-        self.layout, self.tables = fields, None
+        self.layout, self.tables = layout, None
 
 
 def packed_attention(
@@ -185,9 +188,9 @@ def packed_attention(
     device = q.device
     if device.type not in _DEVICES:
         raise ValueError(f"q is on {device}; packed_attention runs on CPU and CUDA tensors")
-    layout = _check_tensors(q, k_cache, v_cache, out)
+    tensors = _checked_tensors(q, k_cache, v_cache, out)
     _check_tables(plan, req_to_token, req_pool_indices, seq_lens, device)
-    num_tokens, q_heads, head_dim = layout[0]
+    num_tokens, q_heads, head_dim = tensors.q_shape
     lse_address, lse_stride, sinks_address, visible_address = 0, 0, 0, 0
     if lse is not None:
         _check_per_head("lse", lse, (num_tokens, q_heads), device)
@@ -218,9 +221,9 @@ def packed_attention(
         raise ValueError(f"threads is {threads}; expected at least 1")
     num_partials = plan.num_partials
     partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
-    layout += (
-        lse_stride, req_to_token.stride(0), req_to_token.shape, seq_lens.shape[0], scale, k_scale, v_scale, logit_cap,
-        max(window_left, -1),
+    layout = _Layout(
+        tensors, lse_stride, req_to_token.stride(0), req_to_token.shape, seq_lens.shape[0], scale, k_scale, v_scale,
+        logit_cap, max(window_left, -1),
     )  # fmt: skip
     if layout != workspace.layout:
         workspace.set_layout(layout)
@@ -242,8 +245,8 @@ def packed_attention(
     return out
 
 
-def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of `_Layout` up to `o_strides`; raises for devices, types, shapes and strides of no kernel."""
+def _checked_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> _Tensors:
+    """What the tensors are; raises for devices, types, shapes and strides of no kernel."""
     device = q.device
     if not (k_cache.device == v_cache.device == out.device == device):
         _refuse_devices(device, k_cache=k_cache, v_cache=v_cache, out=out)
@@ -264,7 +267,7 @@ def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
     if not q_strides[2] == k_strides[2] == v_strides[2] == o_strides[2] == 1:
         _refuse_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    return q_shape, k_shape, dtype, kv_dtype, q_strides, k_strides, v_strides, o_strides
+    return _Tensors(q_shape, k_shape, dtype, kv_dtype, q_strides, k_strides, v_strides, o_strides)
 
 
 def _check_tables(
