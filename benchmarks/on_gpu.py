@@ -162,7 +162,7 @@ class State:
 def run(
     job: Job, out: Path, model: Path | None, seconds: float, gpus: Sequence[str], processes: dict[str, Any]
 ) -> tuple[str, float]:
-    """Runs a job on GPUs for at most so many seconds: ("done", "failed" or "cut off", seconds).
+    """Runs a job on GPUs for at most `seconds`: ("done", "failed" or "cut off", seconds).
 
     Its process stands in `processes` meanwhile.
     """

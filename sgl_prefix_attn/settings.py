@@ -249,7 +249,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def load_settings_with_sources(environ: Mapping[str, str] | None = None) -> LoadedSettings:
-    """As `load_settings`, with the source of each value."""
+    """The settings as `load_settings` reads them, with the source of each value."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, DEFAULT_SOURCE)

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--caches", default=",".join(real.CACHES), help="SGLang's caches (default: all)")
     parser.add_argument("--policies", default=",".join((*real.SGLANG_POLICIES, real.REFRESH)), help="SGLang's policies")
     parser.add_argument("--only", default=",".join(KINDS), help=f"kinds of replays: {', '.join(KINDS)} (default: all)")
-    parser.add_argument("--requests", type=int, help="replay only the first so many")
+    parser.add_argument("--requests", type=int, help="replay only the first N requests")
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/cache_conversation.json"), help="results; a rerun adds"
     )

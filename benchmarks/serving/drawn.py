@@ -114,5 +114,5 @@ def _questions(
 
 
 def _length(rng: np.random.Generator, least: int, most: int) -> int:
-    """Of lengths whose logarithm is uniform."""
+    """A length; its logarithm is uniform."""
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))

@@ -113,7 +113,7 @@ class Agreement:
 
     @classmethod
     def between(cls, one: Run, other: Run) -> Agreement:
-        """Of two runs of the same requests.
+        """The agreement of two runs of the same requests.
 
         Raises:
             ValueError: the runs have different requests.

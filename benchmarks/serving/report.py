@@ -123,7 +123,7 @@ class Report:
                     yield one, other
 
     def medians(self) -> list[Medians]:
-        """Of the backends that ran a workload several times."""
+        """Medians of the backends that ran a workload several times."""
         groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
         for run, backend in zip(self.runs, self.backends, strict=True):
             groups[run.workload, backend].append(run)

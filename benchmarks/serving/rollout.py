@@ -16,7 +16,7 @@ seconds, and the seconds between are shared out by steps. The file is rewritten 
 has. A backend with +mixed behind it has mixed chunk: 'prefixpack+mixed,fa3,fa3+mixed'. Without --model a tiny model on
 the CPU is used, to try the command.
 
-Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 makes SGLang accept so many tokens a step:
+Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 makes SGLang accept that many a step:
 
     SGLANG_SIMULATE_ACC_LEN=2.5 python -m benchmarks.serving.rollout --backends 'prefixpack[pack_verify=1],fa3' ... \\
         --server-args "--speculative-algorithm STANDALONE --speculative-draft-model-path DRAFT \\

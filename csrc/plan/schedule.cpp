@@ -17,7 +17,7 @@ constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
 constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
 constexpr double kWorthWidening = 0.95;   // of the time with narrow items
-// Of a plan: partial results, and work items. They are numbered in 32 bits, and more would take gigabytes.
+// Most partial results of a plan, and most work items. They are numbered in 32 bits; more would take gigabytes.
 constexpr int64_t kMostPartials = int64_t{1} << 26;
 
 void require_few(int64_t number, const char* of) {

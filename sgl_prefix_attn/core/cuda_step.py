@@ -102,7 +102,7 @@ class CudaStep(StepBuffers):
         self._layout: tuple[object, ...] | None = None
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
-        """As `StepBuffers.load`.
+        """Does what `StepBuffers.load` does.
 
         Raises:
             PlanTooLarge: also for tiles that the kernels do not have, and for more partial results of a query than they

@@ -59,7 +59,7 @@ def _as_bytes(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _places(drafts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """By draft and bit of its mask: the draft that the bit stands for, or 0; and whether it stands for committed KV."""
+    """The draft, by draft and bit of its mask, that the bit stands for, or 0; and whether it is of committed KV."""
     draft, back = torch.arange(drafts, device=device).view(-1, 1), _shifts(device)
     return (draft - back).clamp(min=0), back > draft
 

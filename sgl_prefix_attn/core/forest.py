@@ -140,7 +140,7 @@ class PrefixForest:
         return self.native.tail_node
 
     def paths(self) -> list[list[Segment]]:
-        """By batch index, the request's shared segments from position 0 on as (node index, start, end)."""
+        """The shared segments of each request from position 0 on, as (node index, start, end)."""
         parents, begins, ends = self.node_parent.tolist(), self.node_begin.tolist(), self.node_end.tolist()
         paths = []
         for node in self.tail_node.tolist():

@@ -77,7 +77,7 @@ def _padded(head_dim: int) -> int:
 
 
 class TritonStep(StepBuffers):
-    """As `CudaStep`: `load` when the plan is a new one, `prepare` once per step, `attend` for every layer.
+    """A step like `CudaStep`: `load` when the plan is a new one, `prepare` once per step, `attend` for every layer.
 
     No address ever changes and the grids are fixed, so `attend` may be captured into CUDA graphs, once it has run
     with the same variant (types, layouts; with or without lse, sinks, cap, window): the first time compiles.

@@ -77,7 +77,7 @@ class Comparison:
         return same == total
 
     def differences(self) -> list[str]:
-        """For every sample that differs: request, sample, and the position of the first different token."""
+        """A line for every sample that differs: request, sample, and the position of the first different token."""
         lines = []
         for stock, packed in zip(self.stock.answers, self.packed.answers, strict=True):
             for number, (one, two) in enumerate(zip(stock.samples, packed.samples, strict=True)):

@@ -304,7 +304,7 @@ def _wait_until_healthy(server: Server, on_wait: Callable[[float], None]) -> Non
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and of its children that have ended."""
+    """CPU time of a process and of its children that have ended."""
     try:
         return float(sum(process.cpu_times()[:4]))
     except psutil.Error:

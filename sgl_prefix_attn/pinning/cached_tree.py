@@ -114,7 +114,7 @@ class CachedTree:
         return self._put(path, keys, prompt, self._uses)
 
     def seen(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None) -> list[int]:
-        """As `used`, for a path that was found but not used."""
+        """A request found this path, but did not use it; arguments as in `used`."""
         return self._put(path, keys, prompt, 0)
 
     def place(self, path: Sequence[NodeSpan]) -> list[int]:

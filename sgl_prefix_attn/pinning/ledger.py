@@ -218,7 +218,7 @@ class PinLedger:
         del self._pins[pin.id]
 
     def _replace(self, before: Pin, after: Pin) -> None:
-        """In place: the pin keeps its age."""
+        """Replaces a pin in place: it keeps its age."""
         self._uncount(before)
         self._insert(after)
 

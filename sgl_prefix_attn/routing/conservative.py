@@ -19,7 +19,7 @@ LEAST_KV_HEADS = 4
 
 @dataclass(frozen=True)
 class _Bounds:
-    """By packed kernels. reuse: KV tokens of all requests per distinct one. length: mean KV tokens of a request."""
+    """The least that packs. reuse: KV tokens of all requests per distinct one. length: mean KV tokens of a request."""
 
     reuse: int
     length: int

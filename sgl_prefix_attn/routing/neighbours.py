@@ -87,7 +87,7 @@ def _likeness(left: Array, right: Array) -> Array:
 
 
 def _spread_out(places: Array, most: int) -> list[int]:
-    """Indices of at most so many places, each the farthest from those before it, the first nearest to the middle."""
+    """Indices of at most `most` places, each the farthest from those before it, the first nearest to the middle."""
     if not len(places):
         return []
     found = [int(((places - places.mean(axis=0)) ** 2).sum(axis=1).argmin())]

@@ -117,7 +117,7 @@ def draw_set(seed: int, count: int = USUAL_SET, families: Sequence[str] = ALL_FA
     for index in range(count):
         turn = index // len(ALL_FAMILIES)
         family = ALL_FAMILIES[index % len(ALL_FAMILIES)]
-        # Every family meets every head setting once in so many turns as there are settings.
+        # Turns are as many as head settings; in these every family meets every setting once.
         heads = ALL_HEADS[(index % len(ALL_FAMILIES) + turn) % len(ALL_HEADS)]
         rng = np.random.default_rng([seed, index])
         head_dim, kv_dtype = shapes[int(rng.choice(len(shapes), p=[share for _, share in SHAPES]))]

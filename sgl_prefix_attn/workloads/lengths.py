@@ -39,7 +39,7 @@ class Batch:
         self._nodes = 0
 
     def extend(self, path: Path, tokens: int) -> Path:
-        """`path` and a new node of so many tokens behind it. tokens: 0 adds no node."""
+        """`path` and a new node of `tokens` tokens behind it; 0 adds no node."""
         if tokens <= 0:
             return path
         begin = path[-1][2] if path else 0
