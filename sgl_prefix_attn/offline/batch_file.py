@@ -7,7 +7,10 @@ Prompts of completions may be token ids. Beyond OpenAI's fields those of SGLang 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,7 @@ Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 _ALTERNATIVES = ("str", "int", "float", "bool")  # of unions, as pydantic names them
 _MOST_PROBLEMS = 5  # of a line that its error tells; a prompt may have one for each token
+_STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?', re.DOTALL)  # of JSON; a key if a colon follows
 _LEAST_PENALTY = 1e-6  # divisor of logits; SGLang accepts any number above 0
 
 
@@ -216,6 +220,13 @@ def parse_line(number: int, text: bytes) -> BatchRequest | LineError:
         return LineError(number, "malformed_json", f"a JSON {type(raw).__name__}, expected an object with a custom_id")
     custom_id = raw.get("custom_id") if isinstance(raw.get("custom_id"), str) else None
     try:
+        repeated = _repeated_key(text)
+    except RecursionError:
+        return LineError(number, "malformed_json", "it is nested too deeply", custom_id)
+    if repeated is not None:
+        known = None if repeated == "custom_id" else custom_id
+        return LineError(number, "duplicate_key", f"an object has the key {_shortened(repeated)} twice", known)
+    try:
         line = _Line.model_validate(raw)
     except ValidationError as error:
         return _invalid(number, custom_id, error, _Line, "")
@@ -224,6 +235,20 @@ def parse_line(number: int, text: bytes) -> BatchRequest | LineError:
         return BatchRequest(number, line.custom_id, line.url, body_type.model_validate(line.body))
     except ValidationError as error:
         return _invalid(number, custom_id, error, body_type, "body.")
+
+
+def _repeated_key(text: bytes) -> str | None:
+    """A key that an object of a JSON text has twice. The parser would take the last one."""
+    keys = [found[1] for found in _STRING.finditer(text) if found[2]]
+    if len(set(keys)) == len(keys) and not any(b"\\" in key for key in keys):
+        return None
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+
+    json.loads(text, object_pairs_hook=note, parse_int=str)
+    return repeated[0] if repeated else None
 
 
 def _invalid(

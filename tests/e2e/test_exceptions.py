@@ -136,6 +136,6 @@ def test_one_rank_alone_runs_steps_stock(server, faults, expected, vocabulary):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("seed", range(2, 8))
 def test_exceptions_at_twenty_places(seed, server, faults, expected, vocabulary):
     inject(server, faults, seed, 20, expected, vocabulary)

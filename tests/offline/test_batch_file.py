@@ -44,6 +44,10 @@ GOOD = line(1, [1, 2, 3])
 BAD = [
     ("{", "malformed_json", "not JSON"),
     ('"x"', "malformed_json", "a JSON str, expected an object"),
+    ('{"custom_id": "a", "custom_id": "b"}', "duplicate_key", "an object has the key 'custom_id' twice"),
+    (json.dumps(CHAT).replace('"role"', '"content": "x", "role"'), "duplicate_key", "the key 'content' twice"),
+    (json.dumps(GOOD).replace('"prompt"', r'"promp\u0074": [7], "prompt"'), "duplicate_key", "the key 'prompt' twice"),
+    (json.dumps(CHAT)[:-2] + ', "messages": ' + "[" * 1000 + "]" * 1000 + "}}", "malformed_json", "too deeply"),
     (without(GOOD, "custom_id"), "invalid_request", "custom_id is missing"),
     (changed(GOOD, custom_id=""), "invalid_request", "custom_id = ''"),
     (changed(GOOD, method="GET"), "invalid_request", "method = 'GET'"),

@@ -145,6 +145,8 @@ SAY = "say which prefix: either text or token_ids"
         (b"\xff", "the body has to be a JSON object: "),
         (b"[]", "the body has to be a JSON object: it is of type list"),
         (b'"text"', "the body has to be a JSON object: it is of type str"),
+        (b'{"text": "a", "label": "text", "text" : "b"}', "the body has a key twice: 'text'"),
+        (b'{"text": "a", "te\\u0078t": "b"}', "the body has a key twice: "),
         (b'{"token_ids": [NaN]}', "the body has to be a JSON object: "),
         (b'{"text": "\\ud800"}', "the body has to be a JSON object: "),
         (b"{}", SAY),

@@ -7,6 +7,7 @@ and one thread checks them, so that requests of others wait for no body of ours.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ MOST_BODIES = 4  # in memory at a time; others wait unread
 MOST_READ_SECONDS = 30.0  # of a body
 MOST_STRINGS = 32  # in a body, keys included
 _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+_COLON = re.compile(rb"\s*:")
 _MOST_NAMED = 5  # problems in a message
 _CHECKS = ThreadPoolExecutor(1, thread_name_prefix="prefixpack-bodies")
 
@@ -155,6 +157,10 @@ def _object(body: bytearray, most_values: int) -> dict[str, Any]:
         raise RequestError(f"the body has to be a JSON object: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(f"the body has to be a JSON object: it is of type {type(fields).__name__}")
+    keys = [text for text, after in zip(parts[1::2], parts[2::2], strict=False) if _COLON.match(after)]
+    if len(keys) > len(fields):  # the parser takes the last one
+        twice = max(keys, key=keys.count)[:40].decode(errors="replace")
+        raise RequestError(f"the body has a key twice: {twice!r}")
     return fields
 
 

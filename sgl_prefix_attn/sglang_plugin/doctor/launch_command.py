@@ -12,16 +12,20 @@ _SHELL = re.compile(r"(?:\S*/)?(?:ba|z|da|k)?sh")
 _RUNNERS = frozenset({"command", "env", "exec", "export", "nohup", "setsid", "time"})
 _DUPLICATE = r"\d*[<>]&(?:\d+|-)"  # 2>&1
 _REDIRECT = r"(?:\d+|&)?(?:>>|>\||<<<|<>|>&|<&|<|>)"  # before the name of its file
-_END = r"&&|\|\||\|&|[;|&\n]"
-_PIECES = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|"""  # of a word, with quotes or a backslash
+_END = r"&&|\|\||\|&|[;|&\n()]"  # and where the text of a subshell begins or ends
+_INNER = r"\$\((?:[^()]|\([^()]*\))*\)"  # the output of a command
+_PIECES = r"""\\.|\$'(?:\\.|[^'\\])*'|'[^']*'|\$?"(?:\\.|[^"\\])*"|"""  # of a word, with quotes or a backslash
 _TOKEN = re.compile(
     rf"(?P<blank>[ \t]+)|(?P<comment>\#[^\n]*)|(?P<duplicate>{_DUPLICATE}(?![^\s;&|<>]))|(?P<redirect>{_REDIRECT})"
-    rf"|(?P<end>{_END})|(?P<word>(?:{_PIECES}[^\s'\"\\;&|<>])+)",
+    rf"|(?P<end>{_END})|(?P<word>(?:{_PIECES}{_INNER}|[^\s'\"\\;&|<>()])+)",
     re.DOTALL,
 )
 _OPERATOR = re.compile(rf"{_DUPLICATE}|{_REDIRECT}|{_END}|(?:\d+|&)?>>?[^<>]+")
-_PIECE = re.compile(rf"{_PIECES}[^'\"\\]+", re.DOTALL)
+_PIECE = re.compile(rf"{_PIECES}(?:[^'\"\\$]|\$(?!['\"]))+", re.DOTALL)
 _VALUE = re.compile(r"""\\([\\"$`])|\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::-([^{}$`]*))?\})|(`|\$[({@*\#?\d])""")
+
+# Options that change nothing of the answer: scripts often take their values from variables.
+_OF_NO_EFFECT = frozenset({"--admin-api-key", "--api-key", "--host", "--nccl-port", "--port", "--served-model-name"})
 
 
 def launch_command(words: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
@@ -57,7 +61,7 @@ def _of_text(text: str, environ: Mapping[str, str]) -> tuple[dict[str, str], lis
     found: list[str] = []
     for command in _commands(text.replace("\r\n", "\n").replace("\\\n", " ")):
         try:
-            expanded = [each for word in command for each in _expanded(word, {**environ, **variables})]
+            expanded = _words(command, {**environ, **variables})
         except ValueError:
             if "sglang" in " ".join(command) or command[0].startswith("-"):
                 raise
@@ -130,6 +134,25 @@ def _commands(text: str) -> Iterator[list[str]]:
         yield command
 
 
+def _words(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """The words of a command as a shell expands them. What has no known value and no effect is left out.
+
+    Raises:
+        ValueError: another expression has no known value.
+    """
+    words: list[str] = []
+    for word in command:
+        try:
+            words += _expanded(word, variables)
+        except ValueError:
+            if word.partition("=")[0] in _OF_NO_EFFECT:
+                continue
+            if not words or words[-1] not in _OF_NO_EFFECT:
+                raise
+            words.pop()
+    return words
+
+
 def _expanded(word: str, variables: Mapping[str, str]) -> list[str]:
     """The words that a shell makes of one, without its quotes and with the values of variables.
 
@@ -157,8 +180,11 @@ def _expanded(word: str, variables: Mapping[str, str]) -> list[str]:
             pieces.append(piece[1:-1])
         elif piece[0] == "\\":
             pieces.append(piece[1:])
+        elif piece.startswith("$'"):
+            pieces.append(piece[2:-1].encode("latin-1", "backslashreplace").decode("unicode_escape"))
         else:
-            pieces.append(_VALUE.sub(value, piece[1:-1] if piece[0] == '"' else piece))
+            quoted = piece.startswith(('"', '$"'))
+            pieces.append(_VALUE.sub(value, piece.removeprefix("$")[1:-1] if quoted else piece))
     is_split = "$" in word and not _ASSIGNMENT.match(word) and not set(word) & set("'\"\\")
     return "".join(pieces).split() if is_split else ["".join(pieces)]
 

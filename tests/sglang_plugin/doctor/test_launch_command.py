@@ -32,6 +32,10 @@ JSON = json.dumps({"a": "x > y | z # w &", "b": [1, 2]})
         (f"HERE=$(dirname $0)\nM='a b'\n{SERVER} --model-path \"$M\" --port ${{PORT:-1}}", {"M": "a b"}),
         (f"{SERVER} {TEXT} \\\n", {}),
         ("A=1 bash -lc \"B=2 sglang serve 'a b' --port 1 > log\"", {"A": "1", "B": "2"}),
+        (f"(cd x && A=1 {SERVER} {TEXT}) > log &", {"A": "1"}),
+        (f"( {SERVER} {TEXT} )", {}),
+        (f"cd $(dirname $(pwd)); {{ {SERVER} {TEXT}; }}", {}),
+        (f"A=$'it\\'s\\n' {SERVER} --model-path $'a\\x20b' --port $\"1\"", {"A": "it's\n"}),
         ("docker run -e A=1 image sh -c 'sglang serve \"a b\" --port 1'", {"A": "1"}),
     ],
 )  # fmt: skip
@@ -52,6 +56,13 @@ def test_a_variable_without_quotes_may_hold_several_words() -> None:
 def test_a_tilde_is_the_home_folder_where_a_shell_takes_it_for_that() -> None:
     line = f"{SERVER} --model-path ~/m --a '~/m' --b x~/m"
     assert launch_command([line], {"HOME": "/h"})[1] == ["--model-path", "/h/m", "--a", "~/m", "--b", "x~/m"]
+
+
+@pytest.mark.parametrize(
+    "more", ["--port $PORT", "--port=$PORT", '--host "$(hostname -i)" --port $((BASE + 1))', "--api-key ${KEY}"]
+)
+def test_an_unknown_value_without_effect_on_the_answer_is_left_out(more: str) -> None:
+    assert launch_command([f"{SERVER} {more} {TEXT}"], {}) == ({}, ARGUMENTS)
 
 
 def test_operators_among_words_that_a_shell_has_split() -> None:
