@@ -6,6 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 
@@ -73,6 +74,22 @@ class Client:
     def stop(self) -> list[dict[str, Any]]:
         """The last state of each copy."""
         return self._ask_again("DELETE", f"{self.url}?{self._token}")
+
+    def complete(self, copies: list[dict[str, Any]], columns: Sequence[str]) -> None:
+        """Reads the rows that an answer lacks, one answer after the other, and appends their columns.
+
+        Steps may go on meanwhile: rows until those of the answer's moment are read.
+
+        Raises:
+            ServerRefusalError: rows are gone.
+        """
+        for index, copy in enumerate(copies):
+            while (end := copy["first"] + len(copy["us"])) < copy["steps_done"]:
+                more = self.read(end)[index]
+                if more["first"] != end or not more["us"]:
+                    raise ServerRefusalError("the server no longer has the rows of this test")
+                for column in columns:
+                    copy[column] += more[column]
 
     def _ask_again(self, method: str, url: str) -> list[dict[str, Any]]:
         """A command that the server may get twice. One lost answer does not end what runs."""

@@ -39,6 +39,7 @@ def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
         tqdm.write(f"The test was stopped early, by {f'an error: {error}' if str(error) else 'Ctrl-C'}")
     finally:
         copies = client.stop()
+    client.complete(copies, ("us", "requests", "packed"))
     return copies
 
 

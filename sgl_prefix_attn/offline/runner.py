@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,7 +145,7 @@ def run_batch(
             with start(main, options.engines) as pool, progress:
                 work = _prepare(remaining, encode, pool, lines.errors, progress)
                 _run(
-                    JobPlan(work, len(pool), uuid.uuid4().hex[:8], grouped=options.grouped),
+                    JobPlan(work, len(pool), secrets.token_hex(16), grouped=options.grouped),
                     pool,
                     options,
                     journal,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sgl_prefix_attn.routing.policy_names import PolicyName, parse
 
 MOST_STEPS = 100_000
+ROWS_OF_AN_ANSWER = 8192
 
 Whole = Annotated[int, Field(strict=True)]
 

@@ -22,6 +22,7 @@ from sgl_prefix_attn.core.planner import ModelShape  # noqa: E402
 from sgl_prefix_attn.routing.live_plan import LivePlan  # noqa: E402
 from sgl_prefix_attn.settings import Settings  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.backend import live_commands, live_endpoints  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.dispatch import live_abtest  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters  # noqa: E402
 from tests.support.schedulers import TokenizerManager, step_router  # noqa: E402
 
@@ -179,6 +180,20 @@ def test_a_stopped_test_is_watched_for_one_step_more() -> None:
     assert copy.router.watches_steps
     copy.decode(1)
     assert not copy.router.watches_steps
+
+
+def test_an_answer_has_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_abtest, "ROWS_OF_AN_ANSWER", 5)
+    copy = Copy()
+    server = client(copy)
+    server.post(ABTEST, json=PLAN)
+    copy.decode(12)
+    for first, rows in ((0, 5), (5, 5), (10, 2), (12, 0), (99, 0)):
+        (state,) = server.get(ABTEST, params={"first": first}).json()["copies"]
+        assert (state["first"], state["steps_done"]) == (min(first, 12), 12)
+        assert {len(state[column]) for column in ("us", "requests", "packed")} == {rows}
+    (state,) = server.delete(ABTEST).json()["copies"]
+    assert (state["first"], len(state["us"])) == (0, 5)
 
 
 JSON = "the body has to be a JSON object: "

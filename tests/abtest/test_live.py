@@ -59,9 +59,26 @@ def test_answers_that_are_none_are_named(answer: tuple[int, str], message: str, 
 PLAN = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=20)
 
 
-def state(steps: int, status: str) -> tuple[int, str]:
-    copy = {"token": "t", "status": status, "steps_done": steps, "plan": PLAN.model_dump(), "us": [1000.0] * steps}
-    return 200, json.dumps({"copies": [{**copy, "requests": [10] * steps, "packed": [1] * steps}]})
+def state(steps: int, status: str, first: int = 0, rows: int = 10_000) -> tuple[int, str]:
+    copy = {"token": "t", "status": status, "steps_done": steps, "plan": PLAN.model_dump(), "first": first}
+    end = min(steps, first + rows)
+    return 200, json.dumps(
+        {
+            "copies": [
+                {**copy, "us": [*range(first, end)], "requests": [10] * (end - first), "packed": [1] * (end - first)}
+            ]
+        }
+    )
+
+
+def test_rows_that_one_answer_does_not_hold_are_read_by_further_ones(server: Server) -> None:
+    pages = [state(250, "stopped", first, 100) for first in (0, 100, 200)]
+    answers = {"POST": [state(0, "running")], "DELETE": pages[:1], "GET": [state(250, "finished", 250), *pages[1:]]}
+    server.answer = lambda method: answers[method].pop(0)
+    (copy,) = live.run(Client(server.url), PLAN, 60.0)
+    assert copy["us"] == [*range(250)]
+    assert len(copy["requests"]) == len(copy["packed"]) == 250
+    assert server.asked == ["POST", "GET", "DELETE", "GET", "GET"]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3, 4])

@@ -2,9 +2,11 @@
 
     python -m tests.e2e.hostile HOST PORT BYTES
 
-BYTES: what the server reads of a body about pins.
-Prints JSON: for each body the HTTP statuses of its answers. It runs beside the clients that are measured, in a process
-of its own with the lowest priority.
+BYTES: what the server reads of a body about pins. Several clients send bodies that are refused. One sends the most that
+is accepted: long pins, many labels, long tests and recordings. Sockets trickle: some send a header a byte at a time,
+two a body.
+Prints JSON: how often each body was sent, for each body the HTTP statuses of its answers, and when it was sent. It runs
+beside the clients that are measured, in a process of its own with the lowest priority.
 """
 
 from __future__ import annotations
@@ -13,11 +15,18 @@ import http.client
 import json
 import os
 import select
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from itertools import cycle
 
 PINS, TESTS = "/prefixpack/pins", "/prefixpack/abtest"
+PROMPTS = "/prefixpack/prompts"
+CLIENTS = 3  # that send bodies which are refused
+TRICKLED_BODIES, TRICKLED_HEADERS = 2, 100  # sockets
+LONGEST_PIN, MOST_PINS = 1 << 17, 1000
 MEGABYTE = 1 << 20
 POLICIES = {
     "spaces": "packed" + " " * 30_000 + "x",
@@ -71,7 +80,7 @@ def bodies(most: int) -> dict[tuple[str, str], list[tuple[str, bytes]]]:
         ("POST", TESTS): any_path + tests,
         **{
             (method, path + query): [("a query", b"")]
-            for method, path in (("GET", PINS), ("GET", TESTS), ("DELETE", TESTS))
+            for method, path in (("GET", PINS), ("GET", TESTS), ("DELETE", TESTS), ("GET", PROMPTS))
             for query in ("?first=" + "9" * 400, "?token=" + "t" * 30_000, "?more=1")
         },
     }
@@ -93,20 +102,93 @@ def status_of(host: str, port: int, method: str, path: str, body: bytes, *, chun
         connection.close()
 
 
+class Attack:
+    """What was sent, by its name, and what came back."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = (host, port)
+        self.statuses: dict[str, set[int]] = {}
+        self.sent: list[tuple[float, float, str]] = []
+        self.rounds: dict[str, int] = {}
+        self.ended = threading.Event()
+
+    def send(self, name: str, method: str, path: str, body: bytes = b"", *, chunked: bool = False) -> None:
+        begin = time.monotonic()
+        status = status_of(*self.address, method, path, body, chunked=chunked)
+        self.sent.append((begin, time.monotonic(), name))
+        self.statuses.setdefault(name, set()).add(status)
+
+    def refused(self, client: str, sent: list[tuple[str, str, str, bytes]]) -> None:
+        for number, (method, path, name, body) in enumerate(cycle(sent)):
+            if self.ended.is_set():
+                return
+            self.send(f"{method} {path[:30]}: {name}", method, path, body, chunked=number % 2 == 1)
+            self.rounds[client] = (number + 1) // len(sent)
+
+    def accepted(self, client: str) -> None:
+        """The longest pins and as many as there may be, released again; the longest test and recording."""
+        long = ",".join(["20"] * LONGEST_PIN)
+        while not self.ended.is_set():
+            for label in range(6):
+                self.send(
+                    "accepted: a long pin", "POST", PINS, b'{"token_ids":[%s],"label":"%d"}' % (long.encode(), label)
+                )
+            for label in range(MOST_PINS):
+                self.send("accepted: many labels", "POST", PINS, b'{"token_ids":[30,31],"label":"%d"}' % label)
+                if self.ended.is_set():
+                    break
+            self.send("accepted: all pins", "GET", PINS)
+            plan = b'{"arms":["packed","stock"],"block_steps":16,"pairs":3125,"lease_steps":20000}'
+            for method, sent in (("POST", plan), ("GET", b""), ("DELETE", b"")):
+                self.send(f"live: {method} {TESTS}", method, TESTS, sent)
+            for tokens in (long, "30,31"):
+                self.send("accepted: released", "DELETE", PINS, b'{"token_ids":[%s]}' % tokens.encode())
+            self.rounds[client] = self.rounds.get(client, 0) + 1
+
+    def trickle(self) -> None:
+        """A byte a second on each of many sockets, which are opened again where the server closes them."""
+        head = b"POST %s HTTP/1.1\r\nHost: a\r\n"
+        texts = [head % PINS.encode() + b"Content-Length: 999999\r\n\r\n" + b"{" * 500] * TRICKLED_BODIES
+        texts += [head % path.encode() + b"X: " + b"x" * 500 for path in (PINS, TESTS)] * (TRICKLED_HEADERS // 2)
+        first = [text.index(b"\r\n\r\n") + 4 if number < TRICKLED_BODIES else 0 for number, text in enumerate(texts)]
+        sockets: list[tuple[socket.socket, int] | None] = [None] * len(texts)
+        while not self.ended.wait(1.0):
+            for number, (text, opened) in enumerate(zip(texts, sockets, strict=True)):
+                try:
+                    if opened is None:
+                        made = socket.create_connection(self.address)
+                        made.sendall(text[: first[number]])
+                        opened = made, first[number]
+                    to, at = opened
+                    to.sendall(text[at : at + 1])
+                    sockets[number] = (to, at + 1) if at + 1 < len(text) else None
+                except OSError:
+                    sockets[number] = None
+
+
 def main(host: str, port: str, most: str) -> None:
     os.nice(19)
     sent = [(*to, name, body) for to, named in bodies(int(most)).items() for name, body in named]
-    statuses: dict[str, set[int]] = {}
-    rounds = 0
-    for number, (method, path, name, body) in enumerate(cycle(sent)):
-        status = status_of(host, int(port), method, path, body, chunked=number % 2 == 1)
-        statuses.setdefault(f"{method} {path[:30]}: {name}", set()).add(status)
-        rounds = (number + 1) // len(sent)
-        if number + 1 == len(sent):
+    attack = Attack(host, int(port))
+    clients = [threading.Thread(target=attack.trickle), threading.Thread(target=attack.accepted, args=("accepted",))]
+    for number in range(CLIENTS):  # each begins elsewhere
+        begin = number * len(sent) // CLIENTS
+        clients.append(threading.Thread(target=attack.refused, args=(f"{number}", sent[begin:] + sent[:begin])))
+    for client in clients:
+        client.start()
+    told = False
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        if not told and len(attack.rounds) == CLIENTS + 1 and min(attack.rounds.values()) >= 1:
+            told = True
             print("each body was sent", flush=True)
-        if select.select([sys.stdin], [], [], 0)[0]:
-            break
-    print(json.dumps({"rounds": rounds, "statuses": {name: sorted(found) for name, found in statuses.items()}}))
+    attack.ended.set()
+    for client in clients:
+        client.join()
+    print(
+        json.dumps(
+            vars(attack) | {"statuses": {name: sorted(found) for name, found in attack.statuses.items()}, "ended": 1}
+        )
+    )
 
 
 if __name__ == "__main__":

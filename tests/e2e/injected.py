@@ -1,6 +1,7 @@
 """`sglang.launch_server` whose scheduler raises exceptions in functions of ours when a test asks for them.
 
-The file named by the variable FAULTS has a number for each of PLACES: how many of its next calls raise.
+The file named by the variable FAULTS has a number for each of PLACES: how many of its next calls raise on rank 0. The
+other ranks raise too if there is a file for them (`of_rank`).
 """
 
 from __future__ import annotations
@@ -101,12 +102,18 @@ class Faults:
         return function
 
 
+def of_rank(path: Path, rank: int) -> Path:
+    """The file of another rank."""
+    return path.with_suffix(f".{rank}") if rank else path
+
+
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, with faults in our functions on rank 0."""
+    """SGLang's scheduler process, with faults in our functions."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    if (args[3] if len(args) > 3 else kwargs["tp_rank"]) == 0:
-        Faults(Path(os.environ[FAULTS])).install()
+    path = of_rank(Path(os.environ[FAULTS]), args[3] if len(args) > 3 else kwargs["tp_rank"])
+    if path.exists():
+        Faults(path).install()
     return run_scheduler_process(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, CONTEXT_LENGTH, POOL_TOKENS, state_of, tokens_of
-from tests.e2e.injected import FAULTS, PLACES, Faults
+from tests.e2e.injected import FAULTS, PLACES, Faults, of_rank
 from tests.routing.profiles import write_profile
 from tests.support import forked_server
 from tests.support.ranks import TWO_RANKS
@@ -35,6 +35,11 @@ def started(command, environment, output):
 @pytest.fixture
 def faults(tmp_path: Path) -> Faults:
     return Faults.create(tmp_path / "faults")
+
+
+@pytest.fixture
+def both_ranks(tmp_path: Path, faults: Faults) -> tuple[Faults, Faults]:
+    return faults, Faults.create(of_rank(tmp_path / "faults", 1))
 
 
 @pytest.fixture
@@ -133,6 +138,23 @@ def test_one_rank_alone_runs_steps_stock(server, faults, expected, vocabulary):
     assert counters["failures"] == {"step": 6, "layer": 3, "request_paths": 3}
     assert counters["fallbacks"]["exception"] == 9
     assert counters["steps_packed"]["decode"] > 0
+
+
+@pytest.mark.parametrize("server", [("--tp-size", "2")], indirect=True)
+def test_ranks_that_raise_at_the_same_place_admit_alike(both_ranks, server, expected, vocabulary):
+    """As ranks do whose exception follows from the queue, the tree or a request."""
+    requests = workloads.diverging(vocabulary)
+    wanted = expected(requests)
+    for place in (
+        "pinning.manager:PinningManager.on_queue", "pinning.manager:PinningManager.admitted",
+        "scheduling.shared_prefill:SharedPrefill.should_wait", "scheduling.group_scheduler:GroupScheduler.arrange",
+    ):  # fmt: skip
+        server.flush_cache()
+        for rank in both_ranks:
+            rank[place] = 2
+        assert tokens_of(replay(server.url, requests)) == wanted, place
+        assert both_ranks[0][place] == both_ranks[1][place] < 2, place
+    assert set(state_of(server)["disabled"]) == ENDS_WITH
 
 
 @pytest.mark.slow

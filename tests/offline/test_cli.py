@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.offline import cli, progress
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool
 from sgl_prefix_attn.offline.journal import Finished, Journal
@@ -107,6 +108,26 @@ def test_an_interrupted_run_says_that_the_journal_has_the_results(source, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         cli.run(args)
     assert f"batch: interrupted\nbatch: what had finished is in {journal.path}" in capsys.readouterr().err
+
+
+def test_restart_discards_the_results_of_a_run_with_another_model(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sgl_prefix_attn.offline.engine_process.main", one_answer.main)
+    output = tmp_path / "out.jsonl"
+    command = ["batch", *map(str, (source, output)), "--model", str(tmp_path), "--device", "cpu", "--quiet"]
+    journal = Journal(journal_of(output), source, "another model")
+    journal.append([Finished(1, ok=True, record={"of": "another model"})])
+    journal.close()
+    before = journal_of(output).read_bytes()
+    assert main(command) == 1
+    assert "with the model 'another model'" in (told := capsys.readouterr().err)
+    assert "--restart starts anew" in told
+    assert journal_of(output).read_bytes() == before
+    assert main([*command, "--restart"]) == 0
+    told = capsys.readouterr().out
+    assert "1 of 1 requests succeeded" in told
+    assert "earlier runs" not in told
+    assert [entry["custom_id"] for entry in batches.read(output)] == [batches.line(0, [1])["custom_id"]]
+    assert not journal_of(output).exists()
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from array import array
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.settings import load_settings
-from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import MOST_ROUNDS, OTHER_ORDER, GroupScheduler
+from sgl_prefix_attn.sglang_plugin.telemetry import failures
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 WORKLOADS = {
     "200/20 x16": Setting(200, 20, 16, 160).prompts(),
@@ -116,7 +119,8 @@ class Jobs:
     """The hooks of one scheduler, called as SGLang's queue calls them."""
 
     def __init__(self) -> None:
-        self.scheduler = GroupScheduler()
+        self.record = Failures()
+        self.scheduler = GroupScheduler(self.record)
 
     def arranged(self, queue: list[Request], policy: object = Policy) -> list[str]:
         self.scheduler.after_calc_priority(None, policy, queue)
@@ -145,11 +149,16 @@ def test_a_job_stands_behind_the_others_in_its_own_order(jobs):
 
 
 @pytest.mark.parametrize(("name", "priorities"), [("lpm", False), ("lof", False), ("fcfs", True)])
-def test_another_order_that_the_user_wants_stays(jobs, name, priorities):
+def test_another_order_that_the_user_wants_stays_and_is_told(jobs, name, priorities, caplog):
     policy = SimpleNamespace(policy=SimpleNamespace(value=name), enable_priority_scheduling=priorities)
     first, second = in_job(0, 80)
-    assert jobs.arranged([second, first], policy) == ["j1", "j0"]
+    assert jobs.arranged([Request("x"), Request("y")], policy) == ["x", "y"]
+    assert jobs.record.disabled == {}
+    for _ in range(2):
+        assert jobs.arranged([second, first], policy) == ["j1", "j0"]
     assert jobs.admit(Adder(), second) == "CONTINUE"
+    assert jobs.record.disabled == {"group_scheduling": OTHER_ORDER}
+    assert len(caplog.records) == 1
 
 
 def test_who_shares_a_prefix_under_way_is_held_back_with_other(jobs):
@@ -160,6 +169,27 @@ def test_who_shares_a_prefix_under_way_is_held_back_with_other(jobs):
     assert jobs.admit(adder, queue[1]) == "OTHER"
     assert jobs.scheduler.held_back == {"prefix": 1}
     assert jobs.admit(Adder(running=False), queue[1]) == "CONTINUE", "else nothing would ever run"
+
+
+def test_claims_of_others_hold_a_request_back_for_some_rounds_only(jobs):
+    hostile, honest, later = in_job(0, 80, 0)
+    jobs.arranged([hostile, honest, later])
+    jobs.admit(Adder(), hostile)  # its prefill never ends
+    verdicts = [jobs.admit(Adder(room=125), honest) for _ in range(MOST_ROUNDS + 2)]
+    assert verdicts == ["OTHER"] * MOST_ROUNDS + ["CONTINUE"] * 2
+    # One that waits reserves 20 + 5 tokens. Memory that is not there is waited for as long as it takes.
+    assert {jobs.admit(Adder(room=129), later) for _ in range(MOST_ROUNDS)} == {"OTHER"}
+    assert {jobs.admit(Adder(room=104), later) for _ in range(9)} == {"OTHER"}
+    assert jobs.admit(Adder(room=129), later) == "CONTINUE"
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_a_job_of_another_namespace_is_another_job_whatever_its_name(jobs, name):
+    first, second = in_job(0, 80)
+    setattr(first, name, "another tenant")
+    jobs.arranged([first, second])
+    adder = Adder()
+    assert [jobs.admit(adder, request) for request in (first, second)] == ["CONTINUE"] * 2
 
 
 def test_memory_of_members_that_wait_is_not_given_away(jobs):
@@ -197,6 +227,18 @@ def test_after_a_failure_the_queue_is_sglangs_own(jobs, caplog):
     assert [jobs.admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
     assert jobs.scheduler.failures == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_rank_alone_without_memory_does_not_go_on_with_another_queue_than_the_others(jobs, ranks, monkeypatch):
+    def arrange(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(failures, "several_ranks", lambda: ranks)
+    monkeypatch.setattr(jobs.scheduler, "arrange", arrange)
+    with pytest.raises(MemoryError) if ranks else contextlib.nullcontext():
+        jobs.arranged(in_job(0, 80))
+    assert jobs.record.counts == {"group_scheduling": 1}
 
 
 MALFORMED = [

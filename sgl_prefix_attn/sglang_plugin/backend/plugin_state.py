@@ -79,10 +79,15 @@ class PluginState:
     def serve(self, runner: Any) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
-            self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
+            self.export_metrics(runner)
             self.handover = Handover(BatchTracker(versions.microbatches(runner)), self.counters)
             self.handover_hooks.active = self.handover
         return self.handover
+
+    def export_metrics(self, runner: Any) -> None:
+        """Makes the exporter of a server that has metrics; works once."""
+        if self.exporter is None and self.settings.metrics:
+            self.exporter = MetricsExporter.for_runner(runner)
 
     def add(self, backend: Any, record: BackendRecord) -> None:
         """Adds the record of a backend. Paths are read from now on if any backend may pack them."""

@@ -31,6 +31,7 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 KEY = "prefixpack"
+SCHEDULING_KEY = "prefixpack_scheduling"
 VERSION = 1
 
 
@@ -93,6 +94,23 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
             result.internal_state[live_commands.ANSWER_KEY] = live_commands.answer(command, state)
         result.internal_state[KEY] = process_state(state)
         state.flush_metrics()
+
+
+def tell_without_backend(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `Scheduler.get_internal_state` and `on_idle`, for servers whose settings ask for scheduling.
+
+    Without a backend of ours it adds what is off and what has failed to the answer, and updates the metrics.
+    """
+    state = plugin_state.active()
+    if state is None or state.handover is not None:
+        return
+    failures = state.counters.failures
+    with failures.guard("server_info", "the answer lacks our state"):
+        if result is not None:
+            result.internal_state[SCHEDULING_KEY] = {"disabled": state.disabled(), "failures": dict(failures.counts)}
+        if failures.disabled or failures.counts:
+            state.export_metrics(scheduler.tp_worker.model_runner)
+            state.flush_metrics()
 
 
 def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:

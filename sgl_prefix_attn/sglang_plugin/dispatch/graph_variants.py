@@ -16,9 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures, several_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +134,3 @@ def around_make_graph_key(original: Callable[..., Any], runner: Any, *args: Any,
     key = original(runner, *args, **kwargs)
     backend = packing_backend(runner)
     return key if backend is None else backend.graph_variants.key(key, backend.decision.is_graph_variant)
-
-
-def several_ranks() -> bool:
-    """Whether other processes run the same model in step with this one."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.live_plan import ROWS_OF_AN_ANSWER, LivePlan
 from sgl_prefix_attn.routing.policy import Route, Router
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -184,9 +184,10 @@ class LiveTest:
             self.status = STOPPED
 
     def answer(self, first: int = 0) -> dict[str, Any]:
-        """The state, and the rows from `first` on, as JSON-able values."""
+        """The state, and at most ROWS_OF_AN_ANSWER rows from `first` on, as JSON-able values."""
         self._collect(most=_RING)
-        rows = slice(max(0, first), self._next)
+        begin = min(max(0, first), self._next)
+        rows = slice(begin, min(self._next, begin + ROWS_OF_AN_ANSWER))
         return {
             "status": self.status,
             "plan": self.plan.model_dump(),

@@ -11,7 +11,6 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import Plan, PlanError
@@ -19,7 +18,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants, several_ranks
+from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
 from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupported_verify
@@ -30,9 +29,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MOD
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-
-# Exceptions that one rank may have alone.
-_OF_ONE_RANK = (MemoryError, torch.OutOfMemoryError)
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_ONE_RANK, several_ranks
 
 
 class StepKind(enum.Enum):
@@ -241,7 +238,7 @@ class StepPlanner:
             raise error
         ranks = several_ranks()
         has_variant = self.graph_variants.has(forward_batch.batch_size) and not (ranks and is_routed_packed)
-        if has_variant and ranks and isinstance(cause, _OF_ONE_RANK):
+        if has_variant and ranks and isinstance(cause, OF_ONE_RANK):
             raise error
         self._counters.fallback(fallback_reasons.EXCEPTION)
         if has_variant:

@@ -34,7 +34,6 @@ PATH = "/prefixpack/pins"
 # Of a text, and of a body that has one or token ids, for each token of the longest prefix. JSON may escape a character
 # in six bytes, and a token id has up to seven digits.
 BYTES_PER_TOKEN = 16
-MOST_BODY_BYTES = 8 << 20  # and the rest of a body
 REST_OF_BODY_BYTES = 16 << 10
 _NO_ANSWER = {
     "error": {
@@ -84,7 +83,7 @@ class EnginePins:
         """Keeps a prefix cached, for `ttl_steps` scheduler steps or until it is released.
 
         Args:
-            token_ids: the prefix, up to the context length of the model; or give `text`.
+            token_ids: the prefix, up to the context length of the model and 131,072; or give `text`.
             text: the prefix as a text.
             ttl_steps: scheduler steps after which the pin ends, from 1 on; None: never.
             label: tells pins of one prefix apart, up to 200 characters. With the same one the pin is renewed.
@@ -150,7 +149,7 @@ class EnginePins:
 
         Args:
             uses: requests to come, from 1 on.
-            token_ids: the prefix, up to the context length of the model; or give `text`.
+            token_ids: the prefix, up to the context length of the model and 131,072; or give `text`.
             text: the prefix as a text.
             extra_key: as the requests will carry it.
             cache_salt: as the requests will carry it.
@@ -332,7 +331,7 @@ def add_routes(app: Any, manager_of: Any) -> None:
             return command_of(manager, ReleaseOneCommand if "id" in body else ReleaseCommand, body)
 
         tokens = most_tokens(manager)
-        most = min(BYTES_PER_TOKEN * tokens, MOST_BODY_BYTES) + REST_OF_BODY_BYTES
+        most = BYTES_PER_TOKEN * tokens + REST_OF_BODY_BYTES
         # A list that is a little too long is told so by its length.
         return await answered(await bodies.read(request, most, command, 2 * tokens + http_routes.MOST_STRINGS))
 

@@ -23,7 +23,7 @@ ANSWER_KEY = "prefixpack_pins"
 COPY_KEY = "data_parallel_rank"
 RENEWED_KEY = "renewed"
 
-MAX_TOKENS = 1 << 20  # of a prefix; above most context lengths
+MAX_TOKENS = 1 << 17  # of a prefix: a scheduler takes some 15 ms for so many
 MAX_KEY_BYTES = 256
 MAX_LABEL = 200
 

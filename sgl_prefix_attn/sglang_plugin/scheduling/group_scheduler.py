@@ -9,7 +9,8 @@ memory instead of a number of requests). SGLang itself reserves a part of the gr
 was too little; a retracted request computes its prompt again.
 
 Anybody who can send a request can write such a parameter, so its value is checked before it is used. A request with a
-malformed one is in no job, and nobody else notices.
+malformed one is in no job, and nobody else notices. A job belongs to one namespace and to those who know its name. What
+they say of their requests holds another one back for at most MOST_ROUNDS rounds of admission.
 
 Holding back means AddReqResult.OTHER, which ends this round of admission only; never NO_TOKEN, which can stop
 admission for good; and never while nothing runs. Decisions depend on the queue alone, so all ranks take the same ones.
@@ -36,7 +37,11 @@ from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Fa
 
 logger = logging.getLogger(__name__)
 
+OTHER_ORDER = "the queue has another order than fcfs, which the server's arguments ask for"
+MOST_ROUNDS = 1024  # a prefill of 2^20 tokens has 128 chunks of 8,192
+
 _PLACE = "_prefixpack_place"
+_ROUNDS = "_prefixpack_rounds"
 _MALFORMED = "_prefixpack_malformed"
 
 
@@ -67,6 +72,9 @@ class PlaceReader:
                     )
                 self.malformed += 1
                 return None
+            # Requests of different namespaces share nothing, whatever they say.
+            namespace = getattr(request, "extra_key", None), getattr(request, "cache_salt", None)
+            place = replace(place, job=repr((place.job, *namespace)))
             setattr(request, _PLACE, place)
         return place
 
@@ -88,6 +96,7 @@ class GroupScheduler:
         self.places = PlaceReader()
         self.held_back: Counter[str] = Counter()
         self.failures = 0
+        self._other_order = False
         self._order: QueueOrder[Any] = QueueOrder()
         self._turns: dict[Any, Turn[Any]] = {}
         self._output_at_start: dict[Any, int] = {}
@@ -125,8 +134,14 @@ class GroupScheduler:
     def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
         """Brings the offline requests of the queue into order, in place; the others stay in front, in their order."""
         jobs = [(request, place) for request in waiting_queue if (place := self.places.place_of(request)) is not None]
-        if not jobs or not _first_come_first_served(policy):
+        if not jobs:
             self._turns.clear()
+            return
+        if not _first_come_first_served(policy):
+            if not self._other_order:
+                logger.warning("prefixpack: group_scheduling is off: %s", OTHER_ORDER)
+                self._record.switch_off("group_scheduling", OTHER_ORDER)
+                self._other_order = True
             return
         self._note_ended()
         waiting = [
@@ -144,14 +159,19 @@ class GroupScheduler:
         if turn is None or not (adder.can_run_list or versions.anything_runs(adder)):
             return False
         matched = versions.matched_tokens(request)
-        if matched + WORTH_WAITING_FOR < turn.coming:
-            self.held_back["prefix"] += 1
-            return True
         own = len(request.origin_input_ids) + len(request.output_ids) - matched + turn.decode
-        if own + turn.reserved + self._unreserved_growth(adder) > adder.rem_total_tokens:
-            self.held_back["memory"] += 1
-            return True
-        return False
+        left = adder.rem_total_tokens - own - self._unreserved_growth(adder)
+        reason = "memory" if left < 0 else None
+        rounds = getattr(request, _ROUNDS, 0)
+        if rounds < MOST_ROUNDS:  # what other requests say of themselves counts
+            coming = matched + WORTH_WAITING_FOR < turn.coming
+            if coming or left < turn.reserved:
+                reason = "prefix" if coming else "memory"
+                setattr(request, _ROUNDS, rounds + 1)
+        if reason is None:
+            return False
+        self.held_back[reason] += 1
+        return True
 
     def note_admitted(self, adder: Any, request: Any) -> None:
         """To be called after admission was tried."""

@@ -102,6 +102,8 @@ def register_hooks(settings: Settings, version: str) -> None:
     wanted: tuple[hooks.Hook, ...] = ()
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
+    if asks_for_scheduling(settings):
+        wanted += hook_table.SCHEDULING_STATE_HOOKS
     if may_need_cpu_hooks(settings):
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     hooks.register(wanted + registration.hooks_for(settings, state))

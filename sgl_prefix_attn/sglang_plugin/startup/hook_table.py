@@ -23,6 +23,11 @@ OTHER_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
 )
+# For servers whose settings ask for scheduling. They may have no backend of ours.
+SCHEDULING_STATE_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.INTERNAL_STATE, server_info.tell_without_backend, "AFTER", "GET /server_info lacks what is off"),
+    Hook(targets.ON_IDLE, server_info.tell_without_backend, "AFTER", "metrics do not tell what is off"),
+)
 # For servers whose decode steps may be routed either way.
 GRAPH_HOOKS: tuple[Hook, ...] = (
     Hook(

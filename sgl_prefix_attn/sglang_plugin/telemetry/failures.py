@@ -1,6 +1,10 @@
 """Exceptions of ours, which SGLang never sees, and features that are off: one record for a process.
 
 Both are in `GET /server_info` and in the metrics. Each place that raises is logged once, with its traceback.
+
+Ranks of a model decide about admission and eviction each for itself, by the same queue, tree and requests. So an
+exception comes on all of them at the same place, and they go on alike. Only memory can be missing on one rank alone.
+Then SGLang gets the exception, as ranks with different batches would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -11,11 +15,28 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 WITHOUT: Final = "SGLang goes on without it"
 OF_AN_EXCEPTION: Final = "an exception, which the log has"
+OF_ONE_RANK: Final = (MemoryError, torch.OutOfMemoryError)  # exceptions that one rank may have alone
+# Parts that decide what all ranks have to decide alike.
+DECIDING: Final = frozenset(
+    {"group_scheduling", "shared_prefill", "pins", "pins.command"}
+    | {f"pins.{hook}" for hook in ("add_one_req", "calc_priority", "evict", "flush_cache", "release_kv", "run_batch")}
+)
 _MOST_LOGGED: Final = 100  # tracebacks
+
+
+def several_ranks() -> bool:
+    """Whether other processes run the same model in step with this one."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 @dataclass
@@ -32,7 +53,11 @@ class Failures:
     _logged: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
 
     def failed(self, part: str, error: BaseException, consequence: str = WITHOUT) -> None:
-        """Counts an exception; the first one of each line that raises is logged."""
+        """Counts an exception; the first one of each line that raises is logged.
+
+        Raises:
+            MemoryError: of this rank alone, where the others decide without it.
+        """
         self.counts[part] += 1
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
@@ -41,6 +66,8 @@ class Failures:
         if where not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(where)
             logger.error("prefixpack: %s failed; %s", part, consequence, exc_info=error)
+        if part in DECIDING and isinstance(error, OF_ONE_RANK) and several_ranks():
+            raise error
 
     def switch_off(self, feature: str, reason: str) -> None:
         """Notes that a feature is off from now on. The first reason stays."""

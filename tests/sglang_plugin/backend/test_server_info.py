@@ -6,15 +6,19 @@ import json
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.explain.server import ServerState
-from sgl_prefix_attn.sglang_plugin.backend import server_info
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state, server_info
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
+from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 from tests.sglang_plugin.fixture import Fixture
 
 PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
@@ -22,6 +26,28 @@ PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
 
 def answer() -> Any:
     return SimpleNamespace(internal_state={"world_size": 1})
+
+
+def test_a_server_without_a_backend_of_ours_tells_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings asked for group scheduling alone."""
+    plugin_state.reset()
+    state = plugin_state.of_process(Settings(group_scheduling=True), "0.5.20")
+    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None))
+    exporter = Mock()
+    monkeypatch.setattr(plugin_state.MetricsExporter, "for_runner", lambda runner: exporter)
+    try:
+        for result in (answer(), None):  # of get_internal_state and on_idle
+            assert server_info.tell_without_backend(result, scheduler) is None
+        assert not exporter.update.called
+        state.own(GroupScheduler, state.counters.failures).failed(ValueError("of a test"))
+        result = answer()
+        server_info.tell_without_backend(result, scheduler, None)
+        off = {"group_scheduling": OF_AN_EXCEPTION}
+        told = {"disabled": off, "failures": {"group_scheduling": 1}}
+        assert result.internal_state == {"world_size": 1, "prefixpack_scheduling": told}
+        assert exporter.update.call_args.args[-1] == off
+    finally:
+        plugin_state.reset()
 
 
 class TestState:
