@@ -103,13 +103,8 @@ class Installer:
 
     def check_stage(self) -> Stage:
         variables = {} if self.gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
-        words = (
-            str(self.python),
-            "-W",
-            "ignore",
-            "-c",
-            "import sgl_prefix_attn._native, sglang.srt.entrypoints.http_server",
-        )
+        code = "import sgl_prefix_attn._native, sglang.srt.entrypoints.http_server"
+        words = (str(self.python), "-W", "ignore", "-c", code)
         return Stage("check", "importing SGLang's server once", words, lambda: self._command(words, variables))
 
     def gpu_stages(self) -> list[Stage]:
