@@ -53,10 +53,10 @@ class SerializedPlan:
     kv_slots: int  # KV slots of all items, with room for growing tails
 
 def most_plan_words(*, queries: int, items: int, partials: int) -> int:
-    """Upper bound of `SerializedPlan.words` of plans with so many queries, work items and partial results."""
+    """Upper bound of `SerializedPlan.words` of plans with these numbers of queries, work items and partial results."""
 
 def most_combine_lists(*, queries: int, partials: int) -> int:
-    """Upper bound of `SerializedPlan.combine_lists` of plans with so many queries and partial results."""
+    """Upper bound of `SerializedPlan.combine_lists` of plans with these numbers of queries and partial results."""
 
 def serialize_plan(
     plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0, cta_warps: int = 8
@@ -309,51 +309,6 @@ class Plan:
     combine_offset: _Int32
     combine_partial: _Int32
     items: _Int32
-
-class Machine:
-    """The GPU that `simulate_makespan` simulates; csrc/plan/makespan.h has the defaults."""
-
-    resident_ctas: int  # two of each SM
-    few_ctas: int  # of these, those that the CTA kernel has where most work is narrow
-    warps: int  # of a CTA of the warp kernel
-    narrow_rows: int  # items of so many rows or fewer are for warps
-    narrow_parts: int  # work tiles of such an item and KV head
-    bandwidth: float  # bytes per second
-    begin: float  # seconds from the launch to the first work
-    warp_begin: float  # seconds from when a CTA of warps begins to their first work tile
-    cta_start: float  # seconds of a CTA's work tile before its KV streams
-    cta_end: float  # seconds of a CTA's work tile after its KV streams
-    warp_start: float  # seconds of a warp's work tile before its KV streams
-    cta_store: float  # bytes per second of its rows that one CTA writes
-    warp_rate: float  # bytes per second of KV that one warp reads
-    flops32: float  # operations per second of all CTAs, tiles of up to 32 rows
-    flops64: float  # likewise, of up to 64
-    flops128: float  # likewise, of more
-    key_tile: int  # KV positions of a CTA's KV tile: it multiplies all of the last
-    lone_speedup: float  # factor of a CTA's arithmetic whose SM runs no other
-    sibling: float  # share of its bytes that a sibling tile takes of the bandwidth
-    cta_combine: float  # seconds of a combine by a CTA before its steps
-    warp_combine: float  # likewise, by a warp
-    cta_combine_step: float  # seconds of a step of a row's partial results, by a CTA
-    deferred_combine: float  # seconds of a deferred row before its steps
-    deferred_combine_step: float  # seconds of eight of its partial results
-    warp_combine_step: float  # as cta_combine_step, by a warp
-    def __init__(self) -> None: ...
-
-class Makespan:
-    """See sgl_prefix_attn.simulator.Makespan; all in seconds."""
-
-    seconds: float
-    streaming: float
-    longest: float
-    work: float
-
-def simulate_makespan(plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine) -> Makespan:
-    """When the GPU kernels would be done with a plan. seq_lens: [num_requests] KV lengths by batch index.
-
-    Raises:
-        ValueError: seq_lens of another length, or figures that are not positive.
-    """
 
 class Planner:
     """See sgl_prefix_attn.core.planner.Planner."""

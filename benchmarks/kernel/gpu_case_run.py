@@ -10,9 +10,11 @@ import torch
 
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS
+from benchmarks.simulator import figures_of, makespan
 from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture, KvPool, relative_error
 from sgl_prefix_attn.calibration.kernels.timing import Timer
+from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.workloads.case import Case
 
@@ -67,6 +69,7 @@ class CaseRun:
             result: dict[str, Any] = {**self.timer.measure(baseline.plan, baseline.run).as_dict(), "error": error}
             if baseline.name == OURS:
                 result["step_launch_us"] = round(self.steady(baseline), 3)
+                result["predicted_us"] = self.predicted(baseline)
             return {**result, **baseline.facts()}
         except Exception as failure:  # a baseline that fails in one case must not end the run; the row says why
             self.device_lost = self.timer.device_is_lost()
@@ -111,6 +114,12 @@ class CaseRun:
     def steady(self, baseline: Any) -> float:
         """Wall time of a step that keeps forest and plan."""
         return min(self.timer.plan_and_launch(baseline.prepare, baseline.run) for _ in range(7))
+
+    def predicted(self, baseline: Any) -> float:
+        """Microseconds of the baseline's plan by the simulator."""
+        figures = figures_of(gpu_of(baseline.device).name, baseline.shape)
+        found = makespan(baseline.plan_made, baseline.lens, baseline.shape, baseline.model, figures)
+        return round(found.seconds * 1e6, 3)
 
 
 def kv_dtype_name(dtype: torch.dtype) -> str:

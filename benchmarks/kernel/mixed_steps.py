@@ -37,6 +37,7 @@ import torch
 from benchmarks.kernel.gpu_report import OURS
 from benchmarks.kernel.mixed_cases import RowsCase, draw_mixed, draw_verify, draw_wide
 from benchmarks.provenance import git_commit
+from benchmarks.simulator import figures_of, makespan
 from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer, copy_bandwidth
@@ -46,7 +47,6 @@ from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION
-from sgl_prefix_attn.simulator import figures_of, makespan
 
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
@@ -216,7 +216,7 @@ def described(step: RowsCase) -> dict[str, Any]:
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """As in other results files, so that a profile can be fitted to this one."""
+    """The facts of other results files, so that a profile can be fitted to this one."""
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
     sm_count = properties.multi_processor_count

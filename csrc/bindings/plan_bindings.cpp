@@ -10,7 +10,6 @@
 #include "bindings/bindings.h"
 #include "bindings/views.h"
 #include "plan/combine_shape.h"
-#include "plan/makespan.h"
 #include "plan/planner.h"
 #include "plan/radix_mirror.h"
 #include "plan/schedule.h"
@@ -160,46 +159,6 @@ void bind_planner(py::module_& m) {
         const KvTokens tokens = planner.kv_tokens();
         return py::make_tuple(tokens.packed, tokens.per_request, tokens.unique);
       });
-
-  py::class_<Machine>(m, "Machine")
-      .def(py::init<>())
-      .def_readwrite("resident_ctas", &Machine::resident_ctas)
-      .def_readwrite("few_ctas", &Machine::few_ctas)
-      .def_readwrite("warps", &Machine::warps)
-      .def_readwrite("narrow_rows", &Machine::narrow_rows)
-      .def_readwrite("narrow_parts", &Machine::narrow_parts)
-      .def_readwrite("bandwidth", &Machine::bandwidth)
-      .def_readwrite("begin", &Machine::begin)
-      .def_readwrite("warp_begin", &Machine::warp_begin)
-      .def_readwrite("cta_start", &Machine::cta_start)
-      .def_readwrite("cta_end", &Machine::cta_end)
-      .def_readwrite("warp_start", &Machine::warp_start)
-      .def_readwrite("cta_store", &Machine::cta_store)
-      .def_readwrite("warp_rate", &Machine::warp_rate)
-      .def_readwrite("flops32", &Machine::flops32)
-      .def_readwrite("flops64", &Machine::flops64)
-      .def_readwrite("flops128", &Machine::flops128)
-      .def_readwrite("key_tile", &Machine::key_tile)
-      .def_readwrite("lone_speedup", &Machine::lone_speedup)
-      .def_readwrite("sibling", &Machine::sibling)
-      .def_readwrite("cta_combine", &Machine::cta_combine)
-      .def_readwrite("warp_combine", &Machine::warp_combine)
-      .def_readwrite("cta_combine_step", &Machine::cta_combine_step)
-      .def_readwrite("deferred_combine", &Machine::deferred_combine)
-      .def_readwrite("deferred_combine_step", &Machine::deferred_combine_step)
-      .def_readwrite("warp_combine_step", &Machine::warp_combine_step);
-  py::class_<Makespan>(m, "Makespan")
-      .def_readonly("seconds", &Makespan::seconds)
-      .def_readonly("streaming", &Makespan::streaming)
-      .def_readonly("longest", &Makespan::longest)
-      .def_readonly("work", &Makespan::work);
-  m.def(
-      "simulate_makespan",
-      [](const Plan& plan, const Lengths& seq_lens, const ModelShape& shape, const Machine& machine) {
-        const int64_t* lens = lengths_data(seq_lens, "seq_lens", plan.num_requests);
-        return simulate_makespan(plan, lens, shape, machine);
-      },
-      py::arg("plan"), py::arg("seq_lens"), py::arg("shape"), py::arg("machine"));
 
   m.def(
       "grown_by",

@@ -10,10 +10,9 @@ namespace {
 // Rates and times beyond these are no machine's, and sums of them could leave the range of doubles. NaN is neither.
 constexpr double kLeastRate = 1e-30, kMostRate = 1e30, kMostSeconds = 1e30;
 
-// Of workers, rows, bytes and the like: tables by rows stay small, and products of three of them fit 64 bits.
+// The most workers, rows, bytes and the like. Tables by rows stay small, and products of three of them fit 64 bits.
 constexpr int32_t kMost = 1 << 16;
 constexpr int32_t kMostKvHeads = 1 << 12;
-constexpr int32_t kMostWarps = 32;  // of a CTA
 
 bool is_rate(double rate) { return rate >= kLeastRate && rate <= kMostRate; }
 bool is_time(double seconds) { return seconds >= 0 && seconds <= kMostSeconds; }
@@ -71,25 +70,6 @@ const DeviceModel& checked(const DeviceModel& device) {
     before = rows;
   }
   return device;
-}
-
-const Machine& checked(const Machine& machine) {
-  require_range("resident_ctas", machine.resident_ctas, 1, kMost);
-  require_range("few_ctas", machine.few_ctas, 1, kMost);
-  require_range("warps", machine.warps, 1, kMostWarps);
-  require_range("narrow_rows", machine.narrow_rows, 0, kMost);
-  require_range("narrow_parts", machine.narrow_parts, 1, kMost);
-  require_range("key_tile", machine.key_tile, 1, kMost);
-  for (double rate : {machine.bandwidth, machine.cta_store, machine.warp_rate, machine.flops32, machine.flops64,
-                      machine.flops128, machine.lone_speedup, machine.sibling}) {
-    require(is_rate(rate), "rates of the machine must be positive and finite");
-  }
-  for (double seconds : {machine.begin, machine.warp_begin, machine.cta_start, machine.cta_end, machine.warp_start,
-                         machine.cta_combine, machine.warp_combine, machine.cta_combine_step, machine.warp_combine_step,
-                         machine.deferred_combine, machine.deferred_combine_step}) {
-    require(is_time(seconds), "times of the machine must be finite and not negative");
-  }
-  return machine;
 }
 
 }  // namespace prefixpack

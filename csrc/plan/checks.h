@@ -1,10 +1,9 @@
-// Refuses shapes and figures that the planner and the simulator cannot compute with: std::invalid_argument says which.
+// Refuses shapes and figures that the planner cannot compute with: std::invalid_argument says which.
 #pragma once
 
 #include <string>
 
 #include "plan/cost_model.h"
-#include "plan/makespan.h"
 
 namespace prefixpack {
 
@@ -14,6 +13,5 @@ void require(bool condition, const std::string& message);
 
 const ModelShape& checked(const ModelShape& shape);
 const DeviceModel& checked(const DeviceModel& device);
-const Machine& checked(const Machine& machine);
 
 }  // namespace prefixpack

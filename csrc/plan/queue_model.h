@@ -1,5 +1,5 @@
 // When a batch of work tiles would be done: a coarse simulation of the persistent scheduler for the planner's own
-// choices. The makespan of a finished plan, work tile by work tile, is in makespan.h.
+// choices. benchmarks/simulator has the makespan of a finished plan, work tile by work tile.
 #pragma once
 
 #include <array>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sgl_prefix_attn.calibration import command
@@ -11,8 +12,8 @@ from sgl_prefix_attn.calibration.bench import DeviceLostError
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import outcomes_by_pair
 from sgl_prefix_attn.calibration.report import lines_of, rows_of
-from sgl_prefix_attn.calibration.sources import Source, gather, simulated_times
-from sgl_prefix_attn.routing.measured import read_results
+from sgl_prefix_attn.calibration.sources import Source, gather
+from sgl_prefix_attn.routing.measured import Results, read_results
 from sgl_prefix_attn.routing.profile import Fit, Profile
 
 _EXAMPLES = """examples:
@@ -75,12 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--check", nargs="+", default=[], metavar="FILE", help="report on the steps of these files too")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, simulated_times: Callable[[Results], Mapping[str, float]] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        simulated_times: with `--from`, microseconds of the native kernels by key of steps without a packed time.
+    """
     try:
         if args.sources is None:
             command.run(args)
         else:
-            _from_files(args)
+            _from_files(args, simulated_times)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -90,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_files(args: argparse.Namespace) -> None:
+def _from_files(
+    args: argparse.Namespace, simulated_times: Callable[[Results], Mapping[str, float]] | None = None
+) -> None:
     if args.out is None:
         raise ValueError("--from needs --out")
     command.check_out(args.out)
@@ -100,7 +108,7 @@ def _from_files(args: argparse.Namespace) -> None:
     for path in dict.fromkeys(source.path for source in sources):
         if path.name not in results.source.split(", "):
             print(f"{path}: not used, it has no decode steps with {args.kv_bits}-bit KV", file=sys.stderr)
-    simulated = simulated_times(results)
+    simulated = simulated_times(results) if simulated_times else None
     profile = fit_profile(results, simulated={"native": simulated} if simulated else None)
     try:
         profile.save(args.out)

@@ -123,7 +123,7 @@ def _named(text: str, name: policy_names.PolicyName, results: Results, packed: s
 
 
 def _shipped(text: str, results: Results, packed: str, backend: str, margin: int | None) -> Candidate:
-    """By the shipped profile that a server of this machine, KV and kernels would take, else by an H200's."""
+    """The policy by the shipped profile that a server of this machine would take, else by an H200's."""
     store = ProfileStore([StoredProfile(SHIPPED_ORIGIN, name, read_shipped(name)) for name in SHIPPED_FILES], [])
     choices: dict[tuple[str, int], Choose] = {}
     notes: list[str] = []

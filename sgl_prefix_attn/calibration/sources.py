@@ -1,4 +1,4 @@
-"""Measured steps gathered from several results files, and simulated times of steps without a packed one."""
+"""Measured steps gathered from several results files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sgl_prefix_attn.core.gpu import planner_model
-from sgl_prefix_attn.core.planner import Planner
-from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
-from sgl_prefix_attn.simulator import SIMULATED_GPUS, figures_of, makespan
-from sgl_prefix_attn.workloads.draw import case_of_name
 
 T = TypeVar("T")
 
@@ -113,26 +109,3 @@ def _common(values: Iterable[T], unknown: T) -> T:
     """The value that all have; `unknown` if they differ."""
     first, *others = set(values)
     return unknown if others else first
-
-
-def simulated_times(results: Results) -> dict[str, float]:
-    """Microseconds by key of the native kernels on the steps that have stock times only, from plans made here.
-
-    Steps are made again from their names. Those of `calibrate` cannot be: under their names are other batches, which
-    their features tell. Empty for a GPU that the simulator has no figures of.
-    """
-    gpu = SIMULATED_GPUS.get(results.machine)
-    if gpu is None:
-        return {}
-    found = {}
-    for case in results.cases:
-        if "native" in case.packed or not case.stock or case.step.rows > 1:
-            continue
-        shape = case.shape
-        batch = case_of_name(case.key.partition("@")[0], shape)
-        if StepFeatures.of(ForestFacts.of(batch.forest()), batch.lengths) != case.step:
-            continue
-        device = planner_model(gpu, shape, code=90)
-        plan = Planner(shape, device).plan(batch.forest(), batch.lengths)
-        found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device, figures_of(gpu.name, shape)).seconds
-    return found

@@ -1,49 +1,25 @@
 """A GPU as its driver describes it, and the planner's model of it.
 
-Only an H200's figures are fitted. Those of other GPUs are what the driver tells, times ratios that hold on an H200.
-What the driver does not tell stands in `_ARCHITECTURES`. Every figure but the driver's is a guess on these GPUs.
+The planner's figures were fitted on an H200. Other GPUs get what the driver tells, times ratios that hold on an H200.
+What a driver does not tell is that of the known GPU that speaks for the compute capability (`gpus.KnownGpu`). Every
+figure but the driver's is a guess on these GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.limits import TRITON_TILE_ROWS
 from sgl_prefix_attn.core.planner import H200_RATES, DeviceModel, GpuRates, ModelShape
+from sgl_prefix_attn.gpus import KnownGpu, known_gpu, known_gpus
 
-FITTED_GPU = "NVIDIA H200"  # CUDA's name of the GPU that H200_RATES are of
-_READ_SHARE = 4.3 / 4.8  # of the memory's rate that kernels read at, on an H200
 _PRODUCT_SHARE = 0.6  # of the tensor cores' rate, rounded up from the best tiles of an H200
 _NARROWEST_WHOLE_TILE = 32  # rows: without it a plan has only items of one warp, or no tiles at all
-
-
-class _Architecture(NamedTuple):
-    """What a driver does not tell, or an old torch does not pass on; from data sheets.
-
-    Attributes:
-        tensor_flops: floating-point operations of an SM in a clock: 16-bit products, sums in fp32.
-        clock: Hz.
-        memory: bytes per second.
-    """
-
-    tensor_flops: int
-    clock: float
-    memory: float
-
-
-_ARCHITECTURES = {
-    (8, 0): _Architecture(2048, 1.41e9, 1.56e12),  # A100, 40 GB
-    (8, 6): _Architecture(1024, 1.70e9, 0.60e12),  # A10
-    (8, 9): _Architecture(1024, 2.52e9, 0.86e12),  # L40S
-    (9, 0): _Architecture(4096, 1.98e9, 3.35e12),  # H100
-    (10, 0): _Architecture(8192, 1.85e9, 8.00e12),  # B200
-    (12, 0): _Architecture(1024, 2.41e9, 1.79e12),  # RTX PRO 6000
-}
 _HALF_RATE = "GeForce"  # sums in fp32 take twice as long there, from 8.6 on
 
 
@@ -78,27 +54,33 @@ class Gpu:
         memory = 2 * 1e3 * getattr(properties, "memory_clock_rate", 0) * pins / 8
         guessed = not (clock and memory)
         return cls(
-            properties.name, capability, properties.multi_processor_count, clock or like.clock, memory or like.memory,
-            guessed,
+            properties.name, capability, properties.multi_processor_count, clock or like.clock,
+            memory or like.bandwidth, guessed,
         )  # fmt: skip
+
+    @classmethod
+    def of_file(cls, known: KnownGpu) -> Gpu:
+        """The GPU of a file that has its clock and bandwidth."""
+        return cls(known.name, known.capability, known.sm_count, known.clock, known.bandwidth)
 
     @property
     def is_fitted(self) -> bool:
         """Whether the planner's figures were fitted on such a GPU."""
-        return self.name == FITTED_GPU
+        return self.name in _fitted()
 
     def rates(self) -> GpuRates:
-        """For the planner; those of an H200 as they were fitted."""
+        """What the planner takes: fitted figures where there are some, else an H200's, scaled."""
         if self.is_fitted:
-            return H200_RATES
-        bandwidth = _READ_SHARE * self.memory
+            return _fitted()[self.name]
+        bandwidth = H200_RATES.bandwidth / H200.memory * self.memory  # the share that kernels read on an H200
         sm_clocks = self.sm_count * self.clock
         tensor_flops = _architecture(self.capability).tensor_flops
         if _HALF_RATE in self.name and self.capability >= (8, 6):
             tensor_flops //= 2
         return GpuRates(
+            H200_RATES.figures,
             bandwidth,
-            sm_clocks,
+            clocks=sm_clocks / (H200.sm_count * H200.clock),
             bandwidth_per_sm=(bandwidth / self.sm_count) / (H200_RATES.bandwidth / H200.sm_count),
             most_flops=_PRODUCT_SHARE * tensor_flops * sm_clocks,
         )
@@ -115,13 +97,19 @@ class Gpu:
         return f"{self.memory / 1e12:.2f} TB/s and {self.clock / 1e9:.2f} GHz ({of}), the rest scaled from an H200"
 
 
-H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9, 3.35232e12)  # as its driver tells
-H200 = Gpu(FITTED_GPU, (9, 0), 132, 1.98e9, 4.8e12)
+H200 = Gpu.of_file(known_gpu("h200"))
 
 
-def _architecture(capability: tuple[int, int]) -> _Architecture:
-    """The entry of this compute capability, else of the newest before it."""
-    return _ARCHITECTURES[max((known for known in _ARCHITECTURES if known <= capability), default=min(_ARCHITECTURES))]
+@functools.cache
+def _fitted() -> dict[str, GpuRates]:
+    """Rates by CUDA's name, of GPUs with fitted figures."""
+    return {gpu.name: GpuRates.fitted(gpu.planner) for gpu in known_gpus().values() if gpu.planner is not None}
+
+
+def _architecture(capability: tuple[int, int]) -> KnownGpu:
+    """The GPU that speaks for a compute capability, else for the newest before it."""
+    speak = {gpu.capability: gpu for gpu in known_gpus().values() if gpu.tensor_flops}
+    return speak[max((known for known in speak if known <= capability), default=min(speak))]
 
 
 def gpu_of(device: torch.device) -> Gpu:

@@ -11,6 +11,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan as Plan
 from sgl_prefix_attn._native import grown_by as grown_by
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.gpus import PlannerFigures, known_gpu
 
 # WorkItem of csrc/plan/plan.h: the columns of Plan.items.
 QUERY_BEGIN, QUERY_COUNT, REQUEST, KV_BEGIN, KV_END, PARTIAL_BEGIN, TILE_ROWS = range(7)
@@ -50,47 +51,32 @@ class ModelShape:
         return self.q_heads // self.kv_heads
 
 
-class _KernelFigures(NamedTuple):
-    """Floating-point operations per second of all CTAs, and warps that use all of a CTA's share of the bandwidth."""
-
-    flops: float  # tiles of up to 32 rows
-    wide_flops: float  # of more rows, with WGMMA
-    wide_mma_flops: float  # of more rows, with mma.sync
-    warps_to_fill: int
-    widest_flops: float = 0.0  # of 128 rows, with WGMMA, in decode and verify steps; 0: not fitted
-    medium_flops: float = 0.0  # likewise, of 64 rows
-
-
-# By head_dim and bytes of a KV element. Fitted with the simulator to drawn batches on an H200. Exceptions with fp8 KV:
-# wide_flops are not fitted, and nothing of head_dim 64 and 256 was measured: `flops` are those of 16 bits.
-_H200_KERNELS = {
-    (64, 2): _KernelFigures(146e12, 560e12, 235e12, 4),
-    (128, 2): _KernelFigures(183e12, 600e12, 183e12, 3, 550e12, 315e12),
-    (256, 2): _KernelFigures(220e12, 390e12, 215e12, 1),
-    (64, 1): _KernelFigures(146e12, 400e12, 235e12, 5),
-    (128, 1): _KernelFigures(185e12, 450e12, 270e12, 5),
-    (256, 1): _KernelFigures(220e12, 300e12, 215e12, 1),
-}
-
-
 class GpuRates(NamedTuple):
-    """What a GPU does in a second, in the units that the planner's figures scale with.
+    """What a GPU does in a second, beside the GPU that the planner's figures were fitted on.
 
     Attributes:
+        figures: the fitted ones.
         bandwidth: bytes that all SMs read.
-        sm_clocks: clocks of all SMs, added up.
-        bandwidth_per_sm: of an SM's share of the bandwidth, over that on an H200.
+        clocks: of all SMs, added up, over those of the fitted GPU.
+        bandwidth_per_sm: of an SM's share of the bandwidth, over that of the fitted GPU.
         most_flops: floating-point operations that no tile exceeds.
     """
 
+    figures: PlannerFigures
     bandwidth: float
-    sm_clocks: float
+    clocks: float = 1.0
     bandwidth_per_sm: float = 1.0
     most_flops: float = math.inf
 
+    @classmethod
+    def fitted(cls, figures: PlannerFigures) -> GpuRates:
+        """The rates of the GPU that the figures were fitted on."""
+        return cls(figures, figures.bandwidth)
 
-# The bandwidth as fitted with _H200_KERNELS; 4.8e12 by the data sheet.
-H200_RATES = GpuRates(bandwidth=4.3e12, sm_clocks=132 * 1.98e9)
+
+_H200_FIGURES = known_gpu("h200").planner
+assert _H200_FIGURES is not None
+H200_RATES = GpuRates.fitted(_H200_FIGURES)
 
 
 _DEFAULTS = _native.DeviceModel()  # of the figures that a device need not have: csrc/plan/cost_model.h has them
@@ -212,36 +198,29 @@ class DeviceModel:
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
         halves = 1 if wide else _native.head_halves(group)
         narrow_rows = 0 if wide else 8 * halves
-        kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
+        kernels = rates.figures.kernels[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
+        costs = dict(rates.figures.costs)
         warps_to_fill = max(1, round(kernels.warps_to_fill * rates.bandwidth_per_sm * 2 / ctas_per_sm))
         wide_flops = kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops
-        clocks = rates.sm_clocks / H200_RATES.sm_clocks
-        of_verify = clocks if warpgroup_products and max_tile_rows == 128 else 0.0
+        of_verify = rates.clocks if warpgroup_products and max_tile_rows == 128 else 0.0
         return cls(
             workers=ctas_per_sm * sm_count,
             bandwidth=rates.bandwidth,
-            flops=min(kernels.flops * clocks, rates.most_flops),
-            item_overhead=4.5e-6,
-            reread=0.97,
+            flops=min(kernels.flops * rates.clocks, rates.most_flops),
             tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if 0 < rows <= max_tile_rows),
             narrow_rows=narrow_rows,
             narrow_per_worker=1 if wide else cta_warps // halves,
             narrow_to_fill=1 if wide else min(warps_to_fill, cta_warps // halves),
-            narrow_overhead=0.5e-6 * halves,
+            narrow_overhead=costs.pop("narrow_overhead") * halves,
             narrow_parts=halves,
-            narrow_reread=0.4,
             wide_rows=64,
-            wide_flops=min(wide_flops * clocks, rates.most_flops),
-            lone_speedup=1.22,
-            combine_step=1e-6,
+            wide_flops=min(wide_flops * rates.clocks, rates.most_flops),
             combine_rows=_native.combine_rows,
             combine_width=_native.combine_width,
-            combine_latency=1.5e-6,
             combine_fan_in=_native.combine_fan_in,
             widest_flops=min(of_verify * kernels.widest_flops, rates.most_flops),
             medium_flops=min(of_verify * kernels.medium_flops, rates.most_flops),
-            deferred_combine=5e-6,
-            deferred_combine_step=0.5e-6,
+            **costs,
         )
 
 

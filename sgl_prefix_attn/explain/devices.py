@@ -8,22 +8,18 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from sgl_prefix_attn.core.gpu import H100, H200, Gpu, planner_model
+from sgl_prefix_attn.core.gpu import Gpu, planner_model
 from sgl_prefix_attn.core.limits import TESTED_CODE
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError, first_problem
 from sgl_prefix_attn.explain.prediction import Machine
+from sgl_prefix_attn.gpus import known_gpus
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ServerFacts
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-# The GPU, and the compute capability that its native code is compiled for. Clocks and bandwidths by data sheets.
-_GPUS = {
-    "a100": (Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9, 2.04e12), 80),
-    "h100": (H100, 90),
-    "h200": (H200, 90),
-}
+_GPUS = {name: known for name, known in known_gpus().items() if known.clock}
 DEVICE_NAMES = ("cpu", *_GPUS)
 MAX_SIZE = 65_536  # of heads and head_dim; the planner's numbers have 32 bits
 STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
@@ -67,7 +63,8 @@ def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = ST
     """
     if args.device in (None, "cpu"):
         return Machine(DeviceModel.cpu(), ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
-    gpu, code = _GPUS[args.device]
+    gpu = Gpu.of_file(_GPUS[args.device])
+    code = 10 * gpu.capability[0] + gpu.capability[1]
     packed = "native" if code in TESTED_CODE else "triton"
     dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
     stock = stock_kernel(args.stock or stock_backend, shape)

@@ -85,7 +85,7 @@ STOCK_TERMS: dict[str, Term] = {
 TERMS: dict[KernelKind, dict[str, Term]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 
 
-class CostModel:
+class KernelCost:
     """Microseconds of one layer by a kernel.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.cost import KernelCost
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.neighbours import Neighbours
 from sgl_prefix_attn.routing.policy_names import PolicyName
@@ -61,8 +61,8 @@ class CostPolicy:
         neighbours: measured steps that correct the predicted ratio. Their standard deviation widens the margin.
     """
 
-    packed: CostModel
-    stock: CostModel
+    packed: KernelCost
+    stock: KernelCost
     shape: ModelShape
     margin: float
     neighbours: Neighbours | None = None

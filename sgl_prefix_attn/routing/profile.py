@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sgl_prefix_attn.core.files import read_text
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, KernelKind
+from sgl_prefix_attn.gpus import profile_files, read_profile
+from sgl_prefix_attn.routing.cost import SMS, TERMS, KernelCost, KernelKind
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
 DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
 SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # of an H200: bytes of a KV element -> file
-SHIPPED_FILES = (*SHIPPED.values(), "h100.json")
+SHIPPED_FILES = profile_files()
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -134,10 +134,10 @@ class Profile(BaseModel):
     def _stock_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
         return _checked("stock", fits)
 
-    def cost(self, kind: KernelKind, kernel: str) -> CostModel | None:
+    def cost(self, kind: KernelKind, kernel: str) -> KernelCost | None:
         """The cost model of a kernel for decode steps; None if the profile has none."""
         fits = self.packed if kind == "packed" else self.stock
-        return CostModel(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
+        return KernelCost(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
 
     def margin(self, packed: str, stock: str) -> int:
         """Route margin of a pair of kernels, in percent."""
@@ -191,7 +191,7 @@ def shipped_profile(kv_bytes: int = 2) -> Profile:
 
 def read_shipped(name: str) -> Profile:
     """The package's profile of this name, one of SHIPPED_FILES."""
-    return parse_profile(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
+    return parse_profile(read_profile(name), name)
 
 
 def shipped_profile_of(packed: str, stock: str, kv_bytes: int) -> Profile:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_prefix_attn.core.gpu import H100, H200
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.gpus import known_gpus
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import Decision, Policy, Route
 
-MEASURED_GPUS = frozenset({H100.name, H200.name})  # chosen on the second, judged on the first
 LEAST_SAVED_BYTES = 2 << 20  # KV bytes of a layer that sharing has to save
 FEW_ROWS = 64  # query rows of a request on one KV head; with fewer, packed is rarely behind
 MOST_ROWS = 128  # from here on fa3 fills its tile with the rows of one request
@@ -70,7 +69,8 @@ def was_measured(gpu: str, kernels: str, stock: str, shape: ModelShape) -> bool:
         stock: the stock kernel.
         shape: of one rank.
     """
-    known = gpu in MEASURED_GPUS and (kernels, stock) == ("native", "fa3")
+    measured = {known.name for known in known_gpus().values() if known.verify_steps}
+    known = gpu in measured and (kernels, stock) == ("native", "fa3")
     return known and shape.head_dim == 128 and shape.kv_bytes == 2
 
 

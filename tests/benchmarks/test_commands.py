@@ -35,7 +35,7 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.offline.cache_saving": "--requests 32 --settings '2000/200 x2'",
     "-m benchmarks.offline.throughput --out": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
     "-m sgl_prefix_attn demo": "--requests 20 --samples 4",
-    "-m sgl_prefix_attn calibrate --out h200.json": "--out FILE",
+    "-m benchmarks.simulator --out h200.json": "--out FILE",
     "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
     "-m sgl_prefix_attn calibrate --heads 64/4": _CALIBRATE,
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,

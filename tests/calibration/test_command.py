@@ -23,7 +23,7 @@ from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways
 from sgl_prefix_attn.calibration.command import FIT_SEEDS, Counts, calibrate
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.cost import KernelCost
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.profile import load_profile
 from sgl_prefix_attn.routing.profile_store import user_folder
@@ -45,8 +45,8 @@ class MadeUpBench:
     draw_kv_dtype = "bf16"
     packed_name = "native"
     ways: tuple[str, ...] = ("prefixpack", "fa3", "triton")
-    packed = CostModel("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
-    stock = CostModel("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
+    packed = KernelCost("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
+    stock = KernelCost("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
 
     def __init__(self, stop_after: int | None = None, steps: Path | None = None) -> None:
         self.left, self.steps = stop_after, steps

@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from benchmarks.simulator.__main__ import main as fit_shipped
+from benchmarks.simulator.__main__ import simulated_times
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.calibration.fit import fit_coefficients, fit_kernel, non_negative_least_squares
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import Candidate, Verdict, candidate, judge, outcomes, profile_choice
-from sgl_prefix_attn.calibration.sources import Source, gather, simulated_times
+from sgl_prefix_attn.calibration.sources import Source, gather
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.cost import KernelCost
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results, stock_kernel
 from sgl_prefix_attn.routing.profile import load_profile, read_shipped, shipped_profile
@@ -66,7 +68,7 @@ def _with_support(matrix: np.ndarray, target: np.ndarray, bits: int) -> np.ndarr
 
 
 def test_times_behind_made_up_coefficients_are_predicted() -> None:
-    truth = CostModel("stock", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
+    truth = KernelCost("stock", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
     rng = np.random.default_rng(0)
 
     def case(number: int) -> MeasuredCase:
@@ -79,7 +81,7 @@ def test_times_behind_made_up_coefficients_are_predicted() -> None:
     assert fitted.error < 1e-4
     assert set(fitted.error_left_out) == {"a", "b"}
     for another in (case(number) for number in range(10)):
-        assert CostModel("stock", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
+        assert KernelCost("stock", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
             another.stock["fa3"], rel=1e-3
         )
 
@@ -92,7 +94,7 @@ def test_sharing_costs_nothing_where_nearly_all_steps_share(unshared: int, shari
 
 
 def test_a_fit_counts_the_ctas_of_its_own_gpu() -> None:
-    truth = CostModel("stock", {"launch": 9.0, "split_2": 8.0, "unsplit": 4.0}, sms=58)
+    truth = KernelCost("stock", {"launch": 9.0, "split_2": 8.0, "unsplit": 4.0}, sms=58)
     rng = np.random.default_rng(0)
 
     def case(number: int) -> MeasuredCase:
@@ -220,7 +222,7 @@ class TestMeasuredSteps:
         files = [str(RESULTS_FOLDER / source) for source in sources]
         out, shipped = tmp_path / "p.json", read_shipped(name)
         assert shipped.kernels_version == KERNELS_VERSION, "or servers say that they borrow it"
-        assert main(["calibrate", "--kv-bits", str(8 * shipped.kv_bytes), "--out", str(out), "--from", *files]) == 0
+        assert fit_shipped(["--kv-bits", str(8 * shipped.kv_bytes), "--out", str(out), "--from", *files]) == 0
         made = load_profile(out)
         assert made.kv_bytes == shipped.kv_bytes
         assert made.head_dims == shipped.head_dims

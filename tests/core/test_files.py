@@ -23,7 +23,7 @@ from sgl_prefix_attn.settings import CONFIG_VARIABLE, load_settings
 from sgl_prefix_attn.trace import read_trace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_drawn.json"
-SHIPPED_PROFILE = resources.files("sgl_prefix_attn.routing").joinpath("profiles", SHIPPED[2])
+SHIPPED_PROFILE = resources.files("sgl_prefix_attn.gpus").joinpath(SHIPPED[2])
 ROW = b'{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}'
 REQUEST = b'{"input_ids": [5], "max_new_tokens": 4}'
 JOB = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}})

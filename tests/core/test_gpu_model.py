@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sgl_prefix_attn import gpus
+from sgl_prefix_attn.core import gpu as gpu_module
 from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.routing import verify
+from sgl_prefix_attn.routing.profile import read_shipped
 
 
 def properties(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bus: int) -> tuple[str, Any]:
@@ -77,6 +82,42 @@ def test_what_an_old_torch_does_not_tell_is_a_labelled_guess() -> None:
     gpu = Gpu.of_properties(SimpleNamespace(**told))
     assert (gpu.clock, gpu.memory) == (1.70e9, 0.60e12), "of 8.6, the newest before 8.7"
     assert "guessed by compute capability 8.7" in gpu.origin()
+
+
+def test_files_of_gpus_do_not_contradict_each_other() -> None:
+    known = list(gpus.known_gpus().values())
+    names = {gpu.name for gpu in known}
+    speakers = [gpu for gpu in known if gpu.tensor_flops]
+    assert len(names) == len(known)
+    assert len({gpu.capability for gpu in speakers}) == len(speakers)
+    assert all(gpu.clock and gpu.bandwidth for gpu in speakers)
+    assert {read_shipped(name).machine for name in gpus.profile_files()} <= names
+    assert {gpu.name for gpu in known if gpu.planner} == {H200.name}
+
+
+def test_a_gpu_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file more, with figures of its own: planner, rule of verify steps and guesses by capability take it."""
+    folder = Path(gpus.__file__).parent
+    for path in folder.glob("*.toml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    text = (folder / "h200.toml").read_text().replace('"NVIDIA H200"', '"NVIDIA X1"').replace("[9, 0]", "[13, 0]")
+    text = text.replace("bandwidth = 4.3e12", "bandwidth = 9e12").replace("flops = 183e12,", "flops = 99e12,", 1)
+    (tmp_path / "x1.toml").write_text(f"tensor_flops = 4096\n{text}")
+    caches = (gpus.known_gpus, gpus.known_gpu, gpu_module._fitted)
+    shape = ModelShape(32, 8, 128)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpus, "resources", SimpleNamespace(files=lambda package: tmp_path))
+        for cache in caches:
+            cache.cache_clear()
+        properties = SimpleNamespace(name="NVIDIA X1", major=13, minor=0, multi_processor_count=132)
+        gpu = Gpu.of_properties(properties)
+        model = planner_model(gpu, shape, code=90)
+        assert (gpu.clock, gpu.memory, gpu.is_fitted) == (1.98e9, 4.8e12, True)
+        assert (model.bandwidth, model.flops, model.item_overhead) == (9e12, 99e12, 4.5e-6)
+        assert verify.was_measured("NVIDIA X1", "native", "fa3", shape)
+    for cache in caches:
+        cache.cache_clear()
+    assert not verify.was_measured("NVIDIA X1", "native", "fa3", shape)
 
 
 def test_the_native_model_has_the_same_figures() -> None:

@@ -11,14 +11,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from benchmarks.native_build import ROOT, built_module
+from benchmarks.simulator import makespan
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import H200, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import draw_set
 from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_forest
-from tests.support.native_build import ROOT, built_module
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.support.native_build import ROOT, built_module
+from benchmarks.native_build import ROOT, built_module
 
 
 @pytest.fixture(scope="module")

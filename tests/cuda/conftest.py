@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.native_build import ROOT, built_module
+from benchmarks.native_build import ROOT, built_module
 
 EMULATION = Path(__file__).parent / "emulation"
 CPU_INFO = Path("/proc/cpuinfo")

@@ -1,5 +1,5 @@
-// Random hostile forests through the planner, the radix mirror, the prefix tree of batches, the simulator, the plan's
-// serialization and the CPU executor. `make test-asan` compiles it with ASan and UBSan. Arguments: seconds, seed.
+// Random hostile forests through the planner, the radix mirror, the prefix tree of batches, the plan's serialization
+// and the CPU executor. `make test-asan` compiles it with ASan and UBSan. Arguments: seconds, seed.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -16,7 +16,6 @@
 #include "cpu/executor.h"
 #include "cuda/serialize_plan.h"
 #include "offline/prefix_tree.h"
-#include "plan/makespan.h"
 #include "plan/planner.h"
 #include "plan/radix_mirror.h"
 
@@ -222,15 +221,6 @@ void check_plan(const Plan& plan, const Batch& batch, int64_t queries) {
   expect(read == wanted, "the positions that items read");
 }
 
-void simulate(const Plan& plan, const Batch& batch, const ModelShape& shape) {
-  Machine machine;
-  machine.resident_ctas = edgy(1, 264, 5), machine.few_ctas = edgy(1, 132, 5), machine.warps = edgy(1, 8, 5);
-  machine.narrow_rows = edgy(0, 16, 5), machine.narrow_parts = edgy(1, 2, 5), machine.key_tile = edgy(1, 64, 5);
-  machine.bandwidth = edgy_figure(4e12);
-  machine.flops32 = machine.flops64 = machine.flops128 = edgy_figure(3e14);
-  simulate_makespan(plan, batch.seq_lens.data(), shape, machine);
-}
-
 // With an element for every address that the plan may read or write, and none more: ASan sees the rest.
 void execute(const Plan& plan, const Batch& batch, const ModelShape& shape) {
   const int32_t head_dim = shape.head_dim, q_heads = shape.q_heads, kv_heads = shape.kv_heads;
@@ -330,7 +320,6 @@ void round_of(Tree& tree, Counts& counts) {
       if (plan->items.size() * 8 < 1 << 20) check_plan(*plan, batch, queries);
       ++counts.planned;
       if (plan->num_queries > 5000 || plan->items.size() > 20000) continue;
-      simulate(*plan, batch, shape);
       const int32_t group = shape.group();
       serialize_plan(*plan, batch.seq_lens.data(), edgy(0, 64, 10), group, shape.kv_heads, edgy(0, 264, 2),
                      static_cast<int32_t>(draw(4, 8)));

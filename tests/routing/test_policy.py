@@ -14,7 +14,7 @@ import pytest
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
-from sgl_prefix_attn.routing.cost import TERMS, CostModel
+from sgl_prefix_attn.routing.cost import TERMS, KernelCost
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router, cost_policy, policy_of
 from sgl_prefix_attn.routing.policy_names import parse
@@ -41,7 +41,7 @@ class TestShippedProfile:
 
 class TestRouter:
     def test_remembers_the_last_route(self) -> None:
-        costs = CostModel("packed", {"launch": 95.0}), CostModel("stock", {"longest_request": 100.0})
+        costs = KernelCost("packed", {"launch": 95.0}), KernelCost("stock", {"longest_request": 100.0})
         router = Router(CostPolicy(*costs, LLAMA_8B, 0.1))
         forest = PrefixForest.from_paths([[]])
         lengths = [1000, 1050, 1000, 940, 1000]
@@ -75,18 +75,18 @@ class TestCostModel:
     @pytest.mark.parametrize("kind", ["packed", "stock"])
     @pytest.mark.parametrize("field", ["requests", "tokens", "nodes", "links", "longest_range", "longest_request"])
     def test_more_work_never_takes_less_time(self, kind: str, field: str) -> None:
-        cost = CostModel(kind, dict.fromkeys(TERMS[kind], 1.0))  # type: ignore[index, arg-type]
+        cost = KernelCost(kind, dict.fromkeys(TERMS[kind], 1.0))  # type: ignore[index, arg-type]
         more = dataclasses.replace(STEP, **{field: getattr(STEP, field) + 8})
         assert cost.microseconds(more, LLAMA_8B) >= cost.microseconds(STEP, LLAMA_8B)
 
     def test_an_unknown_term_is_named(self) -> None:
         with pytest.raises(ValueError, match="no term 'lunch' in the cost of packed steps; there are launch, "):
-            CostModel("packed", {"lunch": 1.0})
+            KernelCost("packed", {"lunch": 1.0})
 
     @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
     def test_an_impossible_coefficient_is_named(self, value: float) -> None:
         with pytest.raises(ValueError, match="term 'launch' costs"):
-            CostModel("stock", {"launch": value})
+            KernelCost("stock", {"launch": value})
 
 
 class TestProfileFile:

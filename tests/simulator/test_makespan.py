@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,18 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel.mixed_cases import RowsCase, draw_verify
-from sgl_prefix_attn.core import gpu as gpus
+from benchmarks.simulator import Makespan, figures_of, makespan
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import H100, Gpu, planner_model
+from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import KV_END, OPEN_END, DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.simulator import H200, Makespan, figures_of, makespan
+from sgl_prefix_attn.gpus import known_gpu
 from sgl_prefix_attn.workloads import draw_set
 from sgl_prefix_attn.workloads.case import Case
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(32, 8, 128)
+H100 = Gpu.of_file(known_gpu("h100"))
+FIGURES = figures_of(H200.name, SHAPE)
 WIDE = ModelShape(72, 8, 128)  # rows of a query are too many for one warp
 
 
@@ -29,7 +30,7 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
     device = DeviceModel.gpu(132, group=shape.group)
     seq_lens = np.array(lens)
     plan = Planner(shape, device).plan(PrefixForest.from_paths([[] for _ in lens]), seq_lens)
-    return makespan(plan, seq_lens, shape, device, {**H200, **figures}), plan.num_partials
+    return makespan(plan, seq_lens, shape, device, {**FIGURES, **figures}), plan.num_partials
 
 
 def test_a_combine_is_waited_for() -> None:
@@ -37,21 +38,8 @@ def test_a_combine_is_waited_for() -> None:
     for tokens, figure in ((65_536, "deferred_combine"), (700, "cta_combine")):
         first, slots = simulated([tokens], WIDE)
         assert slots > 1
-        later, _ = simulated([tokens], WIDE, **{figure: H200[figure] + 50e-6})
+        later, _ = simulated([tokens], WIDE, **{figure: FIGURES[figure] + 50e-6})
         assert later.seconds - first.seconds == pytest.approx(50e-6), figure
-
-
-@pytest.mark.parametrize("name", ["bandwidth", "cta_store", "lone_speedup", "key_tile"])
-def test_figures_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=r"positive|key_tile is 0; expected 1 to 65536"):
-        simulated([100], **{name: 0 if name == "key_tile" else 0.0})
-
-
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-@pytest.mark.parametrize("name", ["sibling", "begin", "warp_combine_step"])
-def test_figures_must_be_finite(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        simulated([100], **{name: value})
 
 
 def test_shapes_and_lengths_must_be_those_of_a_plan() -> None:
@@ -67,11 +55,11 @@ def test_shapes_and_lengths_must_be_those_of_a_plan() -> None:
 
 def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_much() -> None:
     for case in draw_set(11, 90):
-        device = planner_model(gpus.H200, case.shape, code=90)
+        device = planner_model(H200, case.shape, code=90)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
-        faster = makespan(plan, case.lengths, case.shape, device, {**H200, "bandwidth": 2 * H200["bandwidth"]})
+        faster = makespan(plan, case.lengths, case.shape, device, {**FIGURES, "bandwidth": 2 * FIGURES["bandwidth"]})
         # Another order of arrivals can leave one more combine to the end, or begin a long tile beside another.
         assert faster.seconds <= 1.07 * found.seconds + 2e-6
 
@@ -80,7 +68,7 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
     ("file", "gpu"),
     [
         ("gpu_drawn_h100.json", H100),
-        *((f"gpu_drawn{seed}.json", gpus.H200) for seed in ("", "_857294969", "_932669657")),
+        *((f"gpu_drawn{seed}.json", H200) for seed in ("", "_857294969", "_932669657")),
     ],
 )
 def test_measured_times_are_met(file: str, gpu: Gpu) -> None:
@@ -158,7 +146,7 @@ def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
     """Against no sharing and the best of the forests with one shared range a request; and how even long steps are."""
     unshared, two_level, evenness = [], [], []
     for case in draw_set(12, batches):
-        device = planner_model(gpus.H200, case.shape, code=90)
+        device = planner_model(H200, case.shape, code=90)
         planner = Planner(case.shape, device)
         depth = max(map(len, case.paths))
         forests = [case.forest(), *(cut(case, levels) for levels in range(min(depth, 8) + 1))]
@@ -166,20 +154,13 @@ def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
         ours, none, *cuts = (found.seconds for found in times)
         unshared.append(ours / none)
         two_level.append(ours / min([none, *cuts]))
-        if case.kv_bytes() / H200["bandwidth"] > 200e-6:
+        if case.kv_bytes() / FIGURES["bandwidth"] > 200e-6:
             evenness.append(ours / times[0].lower_bound)
     assert np.mean(np.array(unshared) > 1.05) <= 0.02
     assert np.mean(np.array(two_level) > 1.05) <= 0.06
     assert np.median(unshared) < 0.8
     assert np.median(two_level) <= 1
     assert np.median(evenness) <= 1.1
-
-
-@pytest.mark.parametrize("value", [-1, 2**16 + 1, 2**31 - 1])
-@pytest.mark.parametrize("name", ["warps", "key_tile"])
-def test_whole_figures_have_a_range(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is {value}; expected 1 to (32|65536)"):
-        simulated([100], **{name: value})
 
 
 def test_work_tiles_are_counted_in_64_bits() -> None:

@@ -16,7 +16,6 @@ from sgl_prefix_attn.core.limits import code_capability
 from sgl_prefix_attn.core.planner import ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep
-from sgl_prefix_attn.simulator import figures_of, makespan
 
 GROWTH = 64
 
@@ -90,9 +89,8 @@ class PrefixPack(Baseline):
         return fixture.out
 
     def facts(self) -> dict[str, Any]:
-        plan, figures = self.plan_made, figures_of(gpu_of(self.device).name, self.shape)
+        plan = self.plan_made
         return {
-            "predicted_us": round(makespan(plan, self.lens, self.shape, self.model, figures).seconds * 1e6, 3),
             "items": len(plan.items),
             "partial_slots": plan.num_partials,
             "kv_tokens_packed": plan.kv_tokens_packed,

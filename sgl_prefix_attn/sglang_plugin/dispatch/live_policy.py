@@ -8,7 +8,7 @@ from typing import Any
 from sgl_prefix_attn.core.gpu import current_gpu
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import conservative, verify
-from sgl_prefix_attn.routing.cost import CostModel, KernelKind
+from sgl_prefix_attn.routing.cost import KernelCost, KernelKind
 from sgl_prefix_attn.routing.measured import GPU_KERNELS, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, cost_policy, policy_of
 from sgl_prefix_attn.routing.policy_names import PolicyName, parse
@@ -174,7 +174,7 @@ class LivePolicies:
         )
         return conservative.ConservativePolicy(facts.shape, facts.packed)
 
-    def _kernel_cost(self, profile: Profile, kind: KernelKind, kernel: str) -> CostModel | None:
+    def _kernel_cost(self, profile: Profile, kind: KernelKind, kernel: str) -> KernelCost | None:
         cost = profile.cost(kind, kernel)
         if cost is None:
             logger.warning(

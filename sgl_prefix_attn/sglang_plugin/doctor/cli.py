@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefix_attn import __version__
+from sgl_prefix_attn.gpus import KnownGpu, known_gpus
 from sgl_prefix_attn.settings import CONFIG_VARIABLE, OTHER_VARIABLES, PREFIX, SettingsError, load_settings
 from sgl_prefix_attn.sglang_plugin.doctor import model_path
-from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KNOWN_GPUS, KnownGpu
 from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--gpu", metavar="NAME", type=_known_gpu, help=f"answer as a machine with this GPU: {', '.join(KNOWN_GPUS)}"
+        "--gpu", metavar="NAME", type=_known_gpu, help=f"answer as a machine with this GPU: {', '.join(known_gpus())}"
     )
     parser.add_argument("--verbose", action="store_true", help="print what SGLang says meanwhile, to stderr")
     parser.add_argument("--reasons", action="store_true", help="print every fallback reason and what to do about it")
 
 
 def _known_gpu(name: str) -> KnownGpu:
-    found = KNOWN_GPUS.get(name.lower().replace("nvidia ", "").replace(" ", ""))
+    found = known_gpus().get(name.lower().replace("nvidia ", "").replace(" ", ""))
     if found is None:
-        hint = _did_you_mean(name.lower(), KNOWN_GPUS)
-        raise argparse.ArgumentTypeError(f"unknown GPU {name!r}{hint}; known are {', '.join(KNOWN_GPUS)}")
+        hint = _did_you_mean(name.lower(), known_gpus())
+        raise argparse.ArgumentTypeError(f"unknown GPU {name!r}{hint}; known are {', '.join(known_gpus())}")
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.limits import why_not_native
+from sgl_prefix_attn.gpus import KnownGpu
 from sgl_prefix_attn.routing import conservative, mixed, verify
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
@@ -27,7 +28,6 @@ from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import gpu_name
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
-from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KnownGpu
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha

@@ -19,6 +19,7 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import gpu as own_gpu
 from sgl_prefix_attn.core import limits
+from sgl_prefix_attn.gpus import KnownGpu
 from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import (
     ARGUMENT_GROUPS,
     COMMON,
@@ -26,7 +27,6 @@ from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import (
     PRELOADED,
     REPLACED_PROBES,
 )
-from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KnownGpu
 
 _GPUS_OF_A_HOST = 8
 _CUDA = "13.0"

@@ -16,9 +16,9 @@ from sglang.srt.utils import common
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core import limits
+from sgl_prefix_attn.gpus import known_gpu, known_gpus
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NOT_WRAPPABLE
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
-from sgl_prefix_attn.sglang_plugin.doctor.known_gpus import KNOWN_GPUS
 from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.doctor.test_diagnosis import SIZES
@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def on(gpu: str, model: Path, *arguments: str) -> Diagnosis:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
-    return diagnose(["--model-path", str(model), *arguments], environ | {"PREFIXPACK_WRAP": "1"}, KNOWN_GPUS[gpu])
+    return diagnose(["--model-path", str(model), *arguments], environ | {"PREFIXPACK_WRAP": "1"}, known_gpu(gpu))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_this_machine_is_seen_again_afterwards(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     before = seen()
-    with standing_in(KNOWN_GPUS["h200"]):
+    with standing_in(known_gpu("h200")):
         assert seen()[:7] == (True, True, True, 90, True, "13.0", True)
         assert platforms.current_platform.device_name == "cuda"
         assert limits.why_not_native(torch.device("cuda")) is None
@@ -142,4 +142,4 @@ class TestCommand:
         message = capsys.readouterr().err
         assert stop.value.code == 2
         assert "unknown GPU 'h2000'; did you mean h200?" in message
-        assert ", ".join(KNOWN_GPUS) in message
+        assert ", ".join(known_gpus()) in message

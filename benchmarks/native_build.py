@@ -1,4 +1,4 @@
-"""Builds extension modules that only tests use, once for each content of their sources."""
+"""Builds extension modules that only benchmarks and tests use, once for each content of their sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pybind11
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def built_module(name: str, sources: Sequence[Path], *, options: Sequence[str], depends: Sequence[Path]) -> ModuleType:

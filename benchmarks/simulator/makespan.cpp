@@ -1,4 +1,4 @@
-#include "plan/makespan.h"
+#include "makespan.h"
 
 #include <algorithm>
 #include <array>
@@ -99,7 +99,7 @@ class Simulation {
  private:
   bool is_narrow(int32_t work_tile) const { return work_tile >= static_cast<int32_t>(cta_work_tiles_); }
 
-  // Of a work tile whose KV has arrived. A CTA multiplies the positions behind the last one as well.
+  // From when a work tile's KV has arrived to its end. A CTA multiplies the positions behind the last one as well.
   double end_seconds(int32_t index, double speed) const {
     if (is_narrow(index)) return 0;
     const auto beyond = static_cast<int32_t>(item_tokens(plan_.items[list_[index].item]) % machine_.key_tile);
@@ -381,7 +381,7 @@ Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const Mode
   for (int32_t request = 0; request < plan.num_requests; ++request) {
     require(seq_lens[request] >= 1 && seq_lens[request] <= INT32_MAX, "seq_lens must lie in 1 .. 2^31 - 1");
   }
-  const int64_t heads_and_parts = int64_t{checked(shape).kv_heads} * checked(machine).narrow_parts;
+  const int64_t heads_and_parts = int64_t{checked(shape).kv_heads} * machine.narrow_parts;
   const int64_t most = std::max(static_cast<int64_t>(plan.items.size()), int64_t{plan.num_queries});
   require(most * heads_and_parts <= kMostWorkTiles,
           "the plan has up to " + std::to_string(most * heads_and_parts) + " work tiles; expected at most 2^26");
