@@ -22,8 +22,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.offline.batch_file import BatchRequest, parse_line
 from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, Settings, SettingsError, load_settings
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
-from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.doctor import advice
 from tests.benchmarks.test_commands import FAST, GPU, LISTED, SLOW
 from tests.benchmarks.test_commands_on_cpu import COMMANDS as ON_A_CPU
 from tests.support.pages import ROOT, blocks, commands_of, shell_commands
@@ -273,8 +272,6 @@ def test_what_to_change_where_names_what_there_is() -> None:
 
 
 def test_troubleshooting_has_every_reason() -> None:
-    """`python -m sgl_prefix_attn doctor --reasons` prints them."""
-    listed = [name for names in reference.SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted({*fallback_reasons.EXPLANATIONS, *advice.EXPLANATIONS})
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n\n{reference.markdown()}\n")
+    to_do = "replace all from '### Steps' on by the output of `python -m sgl_prefix_attn doctor --reasons`"
+    assert page.endswith(f"\n\n{advice.markdown()}\n"), to_do

@@ -85,14 +85,14 @@ def replay(
 
     from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
     from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
-    from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
+    from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Refused
 
     cache = make_cache(kind, pool, policy if policy in SGLANG_POLICIES else "lru")
     allocator = cache.token_to_kv_pool_allocator
     manager: PinningManager | None = None
     if retention:
         tree = lockable_tree(cache)
-        assert not isinstance(tree, Unreadable), tree
+        assert not isinstance(tree, Refused), tree
         manager = PinningManager(tree, cache, budget=0, retention=True, lookahead=lookahead + 1, block=1)
     requests = [
         Request(

@@ -91,7 +91,7 @@ class StepPool:
             plan, host_lens, req_pool_indices.cpu().numpy(),
             rows=req_to_token.shape[0], context=req_to_token.shape[1], num_tokens=len(q),
         )  # fmt: skip
-        problem = unsupported_call(plan, q, k_cache, v_cache, out)
+        problem = why_not_native_call(plan, q, k_cache, v_cache, out)
         make_step: MakeStep = CudaStep if problem is None else _triton_step(problem)
         kv_dtype = k_cache.dtype
         shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2], kv_bytes=kv_dtype.itemsize)
@@ -107,7 +107,7 @@ class StepPool:
         step.attend(q, k_cache, v_cache, out, **variant)
 
 
-def unsupported_call(
+def why_not_native_call(
     plan: Plan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
 ) -> str | None:
     """Why the native CUDA kernels are not to run a call, in words; None if they are."""

@@ -12,7 +12,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import limits, step_pool
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.core.step_pool import limits_of, unsupported_call
+from sgl_prefix_attn.core.step_pool import limits_of, why_not_native_call
 from tests.core.forests import random_paths
 
 
@@ -22,7 +22,7 @@ def make_plan(device: DeviceModel, head_dim: int = 128, requests: int = 20) -> t
 
 
 class OnGpu:
-    """What `unsupported_call` looks at of a tensor."""
+    """What `why_not_native_call` looks at of a tensor."""
 
     device = torch.device("cuda", 0)
 
@@ -55,7 +55,7 @@ def test_what_native_kernels_do_not_run_is_said(capability, monkeypatch):
     q = OnGpu()
 
     def unsupported_reason(plan: Plan = plan, q: OnGpu = q, cache: OnGpu = q) -> str | None:
-        return unsupported_call(plan, q, cache, cache, q)  # type: ignore[arg-type]
+        return why_not_native_call(plan, q, cache, cache, q)  # type: ignore[arg-type]
 
     assert unsupported_reason() is None
     assert "not 80" in str(unsupported_reason(q=OnGpu(80)))

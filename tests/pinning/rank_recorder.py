@@ -176,9 +176,10 @@ def _passed_over(prefills: SharedPrefill, waits: bool, adder: Any, request: Any)
         note("passed over", request.rid, len(request.origin_input_ids))
 
 
-def _paths_read(tracker: BatchTracker, step: StepPaths | str, batch: Any) -> None:
+def _paths_read(tracker: BatchTracker, step: Any, batch: Any) -> None:
     _stop_for_long(batch)
-    note("paths", step if isinstance(step, str) else [step.mode, step.num_requests, _digest(step.forest, _FOREST)])
+    known = isinstance(step, StepPaths)
+    note("paths", [step.mode, step.num_requests, _digest(step.forest, _FOREST)] if known else step.key)
 
 
 def _counted(counters: Counters, values: dict[str, Any]) -> None:

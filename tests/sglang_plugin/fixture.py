@@ -21,6 +21,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 from tests.support.reference import reference_attention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
@@ -184,7 +185,7 @@ class Fixture:
         return self.state.handover
 
     @property
-    def fallbacks(self) -> dict[str, int]:
+    def fallbacks(self) -> dict[Reason, int]:
         return dict(self.state.counters.fallbacks)
 
     def _batch(self) -> ForwardBatch:

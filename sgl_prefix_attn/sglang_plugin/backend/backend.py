@@ -26,6 +26,7 @@ from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import UNSCALED, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 @delegate(AttentionBackend, "stock")
@@ -62,7 +63,7 @@ class PrefixPackBackend(AttentionBackend):
         runner: Any,
         stock: Any,
         state: PluginState,
-        executor: Executor | str | None = None,
+        executor: Executor | Reason | None = None,
         *,
         wraps: str | None = None,
     ) -> None:
@@ -74,8 +75,8 @@ class PrefixPackBackend(AttentionBackend):
         self._state, self._handover = state, state.handover
         self._counters = state.counters
         made = make_executor(runner, state.settings, stock_name) if executor is None else executor
-        why_all_stock = made if isinstance(made, str) else None
-        self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
+        why_all_stock = made if isinstance(made, Reason) else None
+        self._executor = CpuExecutor(runner, state.settings) if isinstance(made, Reason) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
         microbatches = versions.microbatches(runner)
         policies = LivePolicies(
@@ -130,11 +131,11 @@ class PrefixPackBackend(AttentionBackend):
         reads = self._step_planner.packs_some_steps and not self._reads_bounds
         return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
-    def stop_packing(self, reason: str) -> None:
+    def stop_packing(self, reason: Reason) -> None:
         """From now on, SGLang's calls reach the stock backend at once. Valid if no step will run packed.
 
         Args:
-            reason: why not, a key of `fallback_reasons.EXPLANATIONS`.
+            reason: why not.
         """
         self.decision = STOCK
         step_done = None if self._state.exporter is None else self._state.step_done
@@ -209,7 +210,7 @@ class PrefixPackBackend(AttentionBackend):
             self._counters.may_stop = False
         # The other ranks capture two graphs of each size, and captures have to stay in step.
         if self._layers.why_all_stock == fallback_reasons.NO_MEMORY and several_ranks():
-            raise RuntimeError(f"prefixpack: {fallback_reasons.EXPLANATIONS[fallback_reasons.NO_MEMORY]}")
+            raise RuntimeError(f"prefixpack: {fallback_reasons.NO_MEMORY.text}")
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if not self._graph_is_all_packed():
@@ -308,7 +309,7 @@ class PrefixPackBackend(AttentionBackend):
                             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
                         stores = save_kv_cache = False  # a pool with scales divides K and V in place: once only
                     return self._executor.attend(step, index, q, layer, pool, kwargs.get("sinks"), scales)
-                if reason not in fallback_reasons.BY_DESIGN:
+                if not reason.by_design:
                     self._counters.fallback(reason)
             except Exception as error:
                 if stores or (step.in_graph and several_ranks()):  # ranks have to make the same captures

@@ -22,6 +22,7 @@ from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_s
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MODES, Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _WHOLE_MODEL_KERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 
 
-def server_refusal(runner: Any) -> str | None:
+def server_refusal(runner: Any) -> Reason | None:
     """The reason why no step of a server ever runs packed, whatever its device; None if some may."""
     if getattr(runner, "is_draft_worker", False):
         return fallback_reasons.DRAFT_WORKER
@@ -69,14 +70,14 @@ def server_refusal(runner: Any) -> str | None:
     return None
 
 
-def unsupported_kv(runner: Any) -> str | None:
+def unsupported_kv(runner: Any) -> Reason | None:
     """The reason why the packed path can read no layer's KV in this runner, None if it may read some."""
     if versions.argument(runner, "enable_unified_memory") or names_virtual_slots(runner):
         return fallback_reasons.VIRTUAL_SLOTS
     return unsupported_pool(runner.token_to_kv_pool)
 
 
-def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
+def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
     """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing.
 
     Args:
@@ -85,31 +86,35 @@ def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | st
         name: the stock backend's name.
     """
     executor = server_refusal(runner) or device_executor(runner, settings, name)
-    if isinstance(executor, str) or is_cpu(runner) or not versions.speculates(runner):
+    if isinstance(executor, Reason) or is_cpu(runner) or not versions.speculates(runner):
         return executor
     return executor.why_stock("verify") or executor  # nearly all steps are of this kind
 
 
-def device_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
+def device_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
     """The executor of a runner's device, or the reason why there is none. Arguments: see `choose_executor`."""
     if is_cpu(runner):
         return CpuExecutor(runner, settings)
     kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
-    if isinstance(kernels, str):
-        logger.warning("prefixpack: all steps run on the stock backend: %s", kernels)
-        return fallback_reasons.NO_CUDA_KERNEL
+    if isinstance(kernels, Refused):
+        logger.warning("prefixpack: all steps run on the stock backend: %s", kernels.detail)
+        return kernels.reason
     return CudaExecutor(runner, settings, kernels, name)
 
 
-def make_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
+def make_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
     """As `choose_executor`, and keeps SGLang from graphs that would hold a plan."""
     executor = choose_executor(runner, settings, name)
-    if not isinstance(executor, str) and executor.runs_in_graphs and versions.keep_metadata_out_of_graphs(os.environ):
+    if (
+        not isinstance(executor, Reason)
+        and executor.runs_in_graphs
+        and versions.keep_metadata_out_of_graphs(os.environ)
+    ):
         logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
     return executor
 
 
-def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str | None:
+def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> Reason | None:
     """The reason why a stock backend is not wrapped, None if it is. Changes nothing and allocates no device memory.
 
     Under our own name SGLang refuses some servers, and others are left as they are if their steps run stock. Here a
@@ -126,7 +131,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if not _is_sglangs(stock, name):
         return fallback_reasons.UNKNOWN_STOCK
     executor = choose_executor(runner, settings, name)
-    if isinstance(executor, str):
+    if isinstance(executor, Reason):
         return executor
     writers = trtllm_mha.WRITE_THROUGH_IT if name == trtllm_mha.NAME else ()
     if set(versions.architectures(runner)) & {*_READ_METADATA, *writers}:
@@ -154,7 +159,9 @@ def _is_sglangs(stock: Any, name: str) -> bool:
     return not any(method in vars(kind) for kind in classes[:known] for method in ("forward_decode", "forward_extend"))
 
 
-def no_packed_steps(runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES) -> str | None:
+def no_packed_steps(
+    runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES
+) -> Reason | None:
     """The reason why no kind of step that a server has runs packed, None if one may."""
     reasons = [why_stock(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
     if None in reasons:
@@ -162,7 +169,7 @@ def no_packed_steps(runner: Any, settings: Settings, executor: Executor, modes: 
     return fallback_reasons.PREFILL_ONLY if versions.has_no_decode_steps(runner) or not reasons else reasons[0]
 
 
-def unsupported_at_start(runner: Any, name: str, settings: Settings, executor: Executor) -> str | None:
+def unsupported_at_start(runner: Any, name: str, settings: Settings, executor: Executor) -> Reason | None:
     """The reason why, under our own name, the steps of a server with an executor never run packed; None if some may."""
     if versions.has_no_decode_steps(runner):
         reason = no_packed_steps(runner, settings, executor)
@@ -171,7 +178,7 @@ def unsupported_at_start(runner: Any, name: str, settings: Settings, executor: E
     return unsupported_model(runner, name, executor)
 
 
-def unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
+def unsupported_model(runner: Any, name: str, executor: Executor) -> Reason | None:
     """The reason why no layer of a model runs packed, None if one may or if the model does not show its layers.
 
     Allocates no device memory.
@@ -184,14 +191,14 @@ def unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
     return common_reason({reason for _, reason in _judged_layers(runner, name, executor)})
 
 
-def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any, str | None]]:
+def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any, Reason | None]]:
     """The layers that a model shows, each with the reason why it does not run packed."""
     registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
     layers = attention_layers(getattr(runner, "model", None))
     return [(layer, registry.unsupported_reason(layer)) for layer in layers]
 
 
-def why_stock(executor: Executor, settings: Settings, mode: Mode) -> str | None:
+def why_stock(executor: Executor, settings: Settings, mode: Mode) -> Reason | None:
     """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
     if mode in ("decode", "verify") and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED

@@ -18,6 +18,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, Hand
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class PluginState:
             if record.step_planner.why_all_stock is None:
                 self.handover_hooks.active = self.handover
 
-    def why_stock(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> Reason | None:
         """The reason why no backend packs steps of a kind, None if one may."""
         never = None
         for living in self._records:  # each change of the batch asks; walking a weak dictionary takes longer
@@ -110,7 +111,7 @@ class PluginState:
                 never = never or reason
         return never
 
-    def refusal(self) -> str | None:
+    def refusal(self) -> Reason | None:
         """The reason why no backend packs a step any more, None if one may or if there is no backend."""
         reasons = [record.step_planner.why_all_stock for record in self.backends.values()]
         if not reasons or None in reasons:
@@ -120,7 +121,7 @@ class PluginState:
     def disabled(self) -> dict[str, str]:
         """Why features of this process are off, by the name of their settings; `packing` for all packed steps."""
         refusal = self.refusal()
-        return self.counters.failures.disabled | ({} if refusal is None else {"packing": refusal})
+        return self.counters.failures.disabled | ({} if refusal is None else {"packing": refusal.key})
 
     def stop_if_nothing_packs(self) -> None:
         """Ends our work in the steps of this process if no backend packs any: hooks and backends do next to nothing.
@@ -131,9 +132,7 @@ class PluginState:
         reason = self.refusal()
         if reason is None or self.handover is None or self.counters.stopped:  # captured graphs may hold packed layers
             return
-        logger.warning(
-            "prefixpack: all steps run on the stock backend from now on: %s", fallback_reasons.EXPLANATIONS[reason]
-        )
+        logger.warning("prefixpack: all steps run on the stock backend from now on: %s", reason.text)
         if not self.handover.runs_one_token_steps:
             self.handover_hooks.active = None
         for backend, record in self.backends.items():

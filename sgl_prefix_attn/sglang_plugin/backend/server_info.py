@@ -29,6 +29,7 @@ from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state, r
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 KEY = "prefixpack"
 SCHEDULING_KEY = "prefixpack_scheduling"
@@ -38,7 +39,7 @@ VERSION = 1
 def batch_state(handed: Handed) -> dict[str, Any] | None:
     """The last packed batch as JSON-able values."""
     paths = handed.paths
-    if isinstance(paths, str):
+    if isinstance(paths, Reason):
         return None
     lens = handed.seq_lens.numpy() + (paths.query_lens if paths.mode == "verify" else 0)
     return {
@@ -60,7 +61,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "version": VERSION,
         "counters": state.counters.as_dict(),
         "stock_backend": state.stock_backend,
-        "refused": state.refusal(),
+        "refused": None if (refusal := state.refusal()) is None else refusal.key,
         "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
         "disabled": state.disabled(),

@@ -6,18 +6,19 @@ from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 class StockOnlyBackend(PrefixPackBackend):
     """Counts each step as a fallback. Layers, and the questions of each step, are members of the stock backend itself.
 
     Args:
-        reason: why no step runs packed, a key of `fallback_reasons.EXPLANATIONS`.
+        reason: why no step runs packed.
     """
 
     needs_cpu_seq_lens = True  # in the instance, the stock backend's
 
-    def __init__(self, runner: Any, stock: Any, state: PluginState, reason: str) -> None:
+    def __init__(self, runner: Any, stock: Any, state: PluginState, reason: Reason) -> None:
         super().__init__(runner, stock, state, reason)
         self.needs_cpu_seq_lens = bool(getattr(stock, "needs_cpu_seq_lens", True))
         self.stop_packing(reason)

@@ -20,7 +20,7 @@ class LastSteps(Generic[T]):
         self._microbatches = microbatches
         self._kept: list[tuple[StepPaths, T]] = []  # the newest first
 
-    def get(self, paths: StepPaths | str) -> T | None:
+    def get(self, paths: object) -> T | None:
         """The value of the step with these paths, which becomes the newest one."""
         for known, value in self._kept:
             if known is paths:

@@ -30,6 +30,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_ONE_RANK, several_ranks
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 class StepKind(enum.Enum):
@@ -44,14 +45,13 @@ class StepDecision(NamedTuple):
     """How a step runs.
 
     Attributes:
-        reason: why the step is not packed (a key of `fallback_reasons.EXPLANATIONS`); None for packed steps, steps
-            routed to the stock backend, and captures.
+        reason: why the step is not packed; None for packed steps, steps routed to the stock backend, and captures.
         step: the plans, ready for the layers; None on the stock backend.
         is_graph_variant: whether the step runs in the stock backend's variant of a packed graph.
     """
 
     kind: StepKind
-    reason: str | None = None
+    reason: Reason | None = None
     step: PackedStep | None = None
     is_graph_variant: bool = False
 
@@ -65,13 +65,13 @@ STOCK_VARIANT = StepDecision(StepKind.STOCK, is_graph_variant=True)
 
 
 @functools.cache  # bounded by the fixed set of reasons
-def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
+def _stock(reason: Reason | None, is_graph_variant: bool) -> StepDecision:
     return StepDecision(StepKind.STOCK, reason, is_graph_variant=is_graph_variant)
 
 
 def _requests(handed: Handed, forward_batch: Any) -> int:
     """Requests of a step, without the padding of graphs where paths are known."""
-    return int(forward_batch.batch_size) if isinstance(handed.paths, str) else handed.paths.num_requests
+    return int(forward_batch.batch_size) if isinstance(handed.paths, Reason) else handed.paths.num_requests
 
 
 def _mode_of(forward_mode: Any) -> Mode:
@@ -116,11 +116,11 @@ class StepPlanner:
     # Facts about the server -----------------------------------------------------------------------------------------
 
     @property
-    def why_all_stock(self) -> str | None:
+    def why_all_stock(self) -> Reason | None:
         """The reason why no step of this runner runs packed any more, None if some may."""
         return fallback_reasons.STOPPED if self._counters.stopped else self._layers.why_all_stock
 
-    def why_stock(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> Reason | None:
         """The reason why no step of a kind ever runs packed, None if some may. No paths are read for such steps."""
         return self.why_all_stock or self._executor.why_stock(mode)
 
@@ -191,9 +191,9 @@ class StepPlanner:
                 raise RoutedPackedError from error
             return last
         paths = handed.paths
-        outcome: PackedStep | str | None
-        if isinstance(paths, str):
-            outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
+        outcome: PackedStep | Route | Reason
+        if isinstance(paths, Reason):
+            outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph) or paths
         elif may_route and self._router.stays_stock(paths):
             return STOCK_VARIANT if in_packed_graph else STOCK
         else:
@@ -203,12 +203,13 @@ class StepPlanner:
             if self._packed_steps is not None and outcome.paths is not None:
                 self._packed_steps.keep(outcome.paths, decision)
             return decision
-        if outcome is not None:
-            self._counters.fallback(outcome)
+        reason = None if isinstance(outcome, Route) else outcome
+        if reason is not None:
+            self._counters.fallback(reason)
         # Of several ranks, only this one may lack the memory for a plan: the others replay the packed graph.
-        if in_packed_graph and (not may_route or (outcome == fallback_reasons.PLAN_REFUSED and several_ranks())):
-            return self._unshared(forward_batch, outcome)
-        return _stock(outcome, in_packed_graph)
+        if in_packed_graph and (not may_route or (reason is fallback_reasons.PLAN_REFUSED and several_ranks())):
+            return self._unshared(forward_batch, reason)
+        return _stock(reason, in_packed_graph)
 
     def decide_capture(self, handed: Handed, forward_batch: Any, last: StepDecision) -> StepDecision:
         """Decides what a graph that is about to be captured holds. The batch has no paths."""
@@ -258,8 +259,8 @@ class StepPlanner:
         in_graph: bool,
         in_packed_graph: bool,
         may_route: bool,
-    ) -> PackedStep | str | None:
-        """The packed step, a reason why there is none, or None for a step routed to the stock backend."""
+    ) -> PackedStep | Route | Reason:
+        """The packed step, the route of a step that goes to the stock backend, or the reason of a fallback."""
         executor = self._executor
         reason = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
         if reason is not None:
@@ -280,7 +281,7 @@ class StepPlanner:
         if mode in DECODE_MODES and (
             self._router.always_stock or (may_route and self._router.decide(paths, host_lens) is Route.STOCK)
         ):
-            return None
+            return Route.STOCK
         try:
             return self._planned(paths, forward_batch, host_lens, in_graph, drafts)
         except Exception as error:
@@ -288,7 +289,7 @@ class StepPlanner:
 
     def _planned(
         self, paths: StepPaths, forward_batch: Any, host_lens: Int64Array, in_graph: bool, drafts: int | None
-    ) -> PackedStep | str:
+    ) -> PackedStep | Reason:
         """The packed step, ready for its layers, or a reason why there is none."""
         executor = self._executor
         planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
@@ -319,7 +320,7 @@ class StepPlanner:
         pairs = int(new @ (host_lens - new // 2))
         return all(mixed.packs(features, planner.shape, pairs) for planner in self._executor.planners)
 
-    def _unsupported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> str | None:
+    def _unsupported(self, paths: StepPaths | Reason, forward_batch: Any, in_stock_graph: bool) -> Reason | None:
         """The reason why the step cannot run packed, None if it can."""
         if forward_batch.forward_mode.is_idle():
             return fallback_reasons.IDLE
@@ -329,7 +330,7 @@ class StepPlanner:
             return stock
         if in_stock_graph:
             return fallback_reasons.GRAPH
-        reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)
+        reason = paths if isinstance(paths, Reason) else self._unsupported_batch(paths, forward_batch)
         if reason is None:
             if not layers.scanned:
                 layers.scan_model()
@@ -338,7 +339,7 @@ class StepPlanner:
             return layers.why_all_stock
         return reason
 
-    def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> str | None:
+    def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> Reason | None:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return fallback_reasons.TWO_BATCH_OVERLAP
         if paths.mode == "verify":
@@ -357,7 +358,7 @@ class StepPlanner:
             return fallback_reasons.ROW_MISMATCH
         return self._executor.why_stock(paths.mode)
 
-    def _unshared(self, forward_batch: Any, reason: str | None) -> StepDecision:
+    def _unshared(self, forward_batch: Any, reason: Reason | None) -> StepDecision:
         """A step of a packed graph without usable paths: correct, but every request reads its own KV."""
         lens = forward_batch.seq_lens_cpu
         if lens is None:  # the one wait for the device; SGLang keeps host lengths where `needs_cpu_seq_lens`

@@ -36,6 +36,7 @@ _BY_HAND = (
     "     variables are not enough."
 )
 _NAME = "prefixpack"
+_UNUSABLE = 2  # exit status
 _OWN_OPTIONS = ("--json", "--gpu", "--reasons", "--verbose")
 _NO_GPU = "\nNo GPU is here: for a server on another machine add --gpu, for example --gpu h200; on a CPU --device cpu"
 _WRAP_INSTEAD = (
@@ -93,9 +94,9 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     if args.reasons:
-        from sgl_prefix_attn.sglang_plugin.doctor import reference
+        from sgl_prefix_attn.sglang_plugin.doctor.advice import markdown
 
-        print(reference.markdown())
+        print(markdown())
         return 0
     try:
         variables, arguments = launch_command(args.more)
@@ -117,14 +118,13 @@ def run(args: argparse.Namespace) -> int:
     printed = io.StringIO()
     # SGLang and its libraries print while they are imported, and all of SGLang's options beside a mistake.
     with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
-        answer = _answer_in_silence(args, arguments, environ, variables, printed)
+        status, text = _answer_in_silence(args, arguments, environ, variables, printed)
     if args.verbose:
         sys.stderr.write(printed.getvalue())
-    if isinstance(answer, str):
-        return _unusable(answer)
-    packs, text = answer
+    if status == _UNUSABLE:
+        return _unusable(text)
     print(text)
-    return 0 if packs else 1
+    return status
 
 
 def _answer_in_silence(
@@ -133,8 +133,8 @@ def _answer_in_silence(
     environ: Mapping[str, str],
     variables: Mapping[str, str],
     printed: io.StringIO,
-) -> tuple[bool, str] | str:
-    """Whether anything packs, and the text to print; or why there is no diagnosis."""
+) -> tuple[int, str]:
+    """The exit status, and the text to print: the diagnosis, or why there is none."""
     from sgl_prefix_attn.routing.profile import ProfileError
     from sgl_prefix_attn.sglang_plugin.compat import versions
 
@@ -145,23 +145,24 @@ def _answer_in_silence(
 
         found = diagnosis.diagnose(arguments, environ, args.gpu)
     except (SettingsError, ProfileError, versions.UnsupportedSglangError) as error:
-        return str(error)
+        return _UNUSABLE, str(error)
     except SystemExit as stop:  # of SGLang's parser
         if not stop.code:
-            return True, printed.getvalue()  # --help among the arguments
-        return f"SGLang does not accept the arguments: {_complaint(printed.getvalue())}"
+            return 0, printed.getvalue()  # --help among the arguments
+        return _UNUSABLE, f"SGLang does not accept the arguments: {_complaint(printed.getvalue())}"
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
         decided = args.gpu or any(argument.split("=")[0] == "--device" for argument in arguments)
         hint = "" if decided or diagnosis.gpu_facts() else _NO_GPU
         if "attention backend" in str(error) and any(argument.rpartition("=")[2] == _NAME for argument in arguments):
             hint += _WRAP_INSTEAD
-        return f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}"
+        return _UNUSABLE, f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}"
     gpu = diagnosis.gpu_facts() if args.gpu is None else _facts_of(args.gpu)
+    status = 0 if found.packs else 1
     if args.json:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
-        return found.packs, json.dumps({**facts, **as_dict(found)}, indent=2)
+        return status, json.dumps({**facts, **as_dict(found)}, indent=2)
     text = as_text(found, arguments, environ, variables)
-    return found.packs, f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}"
+    return status, f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}"
 
 
 def _complaint(printed: str) -> str:
@@ -181,7 +182,7 @@ def _facts_of(gpu: KnownGpu) -> dict[str, Any]:
 
 def _unusable(message: str) -> int:
     print(f"doctor: {message}", file=sys.stderr)
-    return 2
+    return _UNUSABLE
 
 
 def as_dict(found: Diagnosis) -> dict[str, Any]:
@@ -201,14 +202,8 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
-    why = None if answer.reason is None else _explained(answer.reason)
-    return {"packed": answer.reason is None, "reason": answer.reason, "why": why, "note": answer.note}
-
-
-def _explained(reason: str) -> str:
-    from sgl_prefix_attn.sglang_plugin.doctor.advice import explained
-
-    return explained(reason)
+    key, why = (None, None) if answer.reason is None else (answer.reason.key, answer.reason.text)
+    return {"packed": key is None, "reason": key, "why": why, "note": answer.note}
 
 
 def as_text(
@@ -241,7 +236,7 @@ def as_text(
     if found.changes:
         lines.append("What to change")
         for number, change in enumerate(found.changes, 1):
-            lines += [f"  {number}. {change.text}", *([_BY_HAND] if change.by_hand else [])]
+            lines += [f"  {number}. {change.reason.advice}", *([_BY_HAND] if change.by_hand else [])]
     if found.after is not None:
         packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
         lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")
@@ -254,7 +249,7 @@ def as_text(
 def _launch_after(found: Diagnosis, arguments: list[str], environ: Mapping[str, str], given: Mapping[str, str]) -> str:
     """The command of the server after the changes, for a shell with the variables of `environ` that are not `given`."""
     after = dict(given)
-    unset = [name for change in found.changes for name in change.unset if name in environ and name not in given]
+    unset = [name for change in found.changes for name in change.reason.unset if name in environ and name not in given]
     for change in found.changes:
         arguments, after = change.followed(arguments, after)
     begin = ["env", *(f"-u {name}" for name in unset)] if unset else []
@@ -266,8 +261,8 @@ def _line(answer: Answer) -> str:
     if answer.reason is None:
         return f"packed{f', {answer.note}' if answer.note else ''}"
     if answer.note:
-        return f"-        {_explained(answer.reason)} ({answer.note})"
-    return f"stock    {answer.reason}: {_explained(answer.reason)}"
+        return f"-        {answer.reason.text} ({answer.note})"
+    return f"stock    {answer.reason.key}: {answer.reason.text}"
 
 
 def _gpu_text(gpu: dict[str, Any] | None) -> str:

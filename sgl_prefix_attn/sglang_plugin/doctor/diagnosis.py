@@ -26,8 +26,7 @@ from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import CPU_ENGINE
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales, stock_name
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import gpu_name
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
-from sgl_prefix_attn.sglang_plugin.doctor import advice
-from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
+from sgl_prefix_attn.sglang_plugin.doctor.advice import HEADS_OF_ALL_RANKS, Change
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
@@ -39,6 +38,7 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
 from sgl_prefix_attn.sglang_plugin.startup import entry
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason, Refused
 
 _MOST_CHANGES = 8
 KINDS = ("decode", "extend", "mixed", "verify")
@@ -53,7 +53,7 @@ class Answer:
         note: what decides if they may.
     """
 
-    reason: str | None
+    reason: Reason | None
     note: str = ""
 
 
@@ -114,11 +114,12 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str], gpu: KnownGpu
 def _diagnose(arguments: list[str], environ: dict[str, str]) -> Diagnosis:
     first = last = _diagnose_once(arguments, environ)
     while len(first.changes) < _MOST_CHANGES:
-        speculates = last.steps["verify"].reason != advice.NO_SUCH_STEPS
+        speculates = last.steps["verify"].reason is not fallback_reasons.NO_SUCH_STEPS
         reason = last.steps["verify" if speculates else "decode"].reason
-        if reason is None or reason == advice.NO_SUCH_STEPS:
+        if reason is None or reason == fallback_reasons.NO_SUCH_STEPS:
             break
-        change = advice.change_for(reason, last.heads_of_all_ranks)
+        spread = last.heads_of_all_ranks and reason is fallback_reasons.KV_LAYOUT
+        change = Change(HEADS_OF_ALL_RANKS if spread else reason)
         if change in first.changes:  # followed already: what it is about is in a file, or in no argument that is given
             first.changes[first.changes.index(change)] = replace(change, by_hand=True)
             last = first
@@ -157,20 +158,20 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     for mode in MODES:
         name = prefill if mode in ("extend", "mixed") else decode
         found = of_backend[name]
-        steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
+        steps[mode] = Answer(found) if isinstance(found, Reason) else _step(found, settings, mode, runner, decode)
         if name == trtllm_mha.NAME and steps[mode].reason is None:
             steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.TESTED])))
     if not eligibility.has_steps(runner, "mixed"):
         mixed_chunk = versions.argument(runner, "enable_mixed_chunk")
         note = "without chunked prefill" if mixed_chunk else "without --enable-mixed-chunk"
-        steps["mixed"] = Answer(advice.NO_SUCH_STEPS, note)
+        steps["mixed"] = Answer(fallback_reasons.NO_SUCH_STEPS, note)
     if runner.spec_algorithm.is_none():
-        steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
+        steps["verify"] = Answer(fallback_reasons.NO_SUCH_STEPS, "without speculative decoding")
     else:
-        steps["decode"] = Answer(advice.NO_SUCH_STEPS, "verify steps take their place")
+        steps["decode"] = Answer(fallback_reasons.NO_SUCH_STEPS, "verify steps take their place")
     if versions.has_no_decode_steps(runner):
         for mode in ("decode", "mixed", "verify"):
-            steps[mode] = Answer(advice.NO_SUCH_STEPS, "the server only prefills")
+            steps[mode] = Answer(fallback_reasons.NO_SUCH_STEPS, "the server only prefills")
     way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
@@ -179,18 +180,18 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     )  # fmt: skip
 
 
-def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | str:
+def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | Reason:
     """The executor behind a backend's name, or the reason why no step runs packed on it."""
     if name == entry.NAME:
         if runner.use_mla_backend:
             return fallback_reasons.MLA
         stock_of_name = stock_name(runner, settings.stock_backend)
         executor = eligibility.choose_executor(runner, settings, stock_of_name)
-        if isinstance(executor, str):
+        if isinstance(executor, Reason):
             return executor
         return eligibility.unsupported_at_start(runner, stock_of_name, settings, executor) or executor
     if name not in settings.wrap:
-        return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
+        return fallback_reasons.NOT_WRAPPED if name in WRAPPABLE else fallback_reasons.NOT_WRAPPABLE
     refusal = eligibility.wrap_refusal(runner, name, _stock(runner, name), settings)
     return refusal or eligibility.choose_executor(runner, settings, name)
 
@@ -244,8 +245,8 @@ def kernels_of(runner: Any, settings: Settings) -> str | None:
         return None
     device = torch.device(str(runner.device))
     chosen = choose_kernels(settings.gpu_kernels, device)
-    if isinstance(chosen, str):
-        return f"none: {chosen}"
+    if isinstance(chosen, Refused):
+        return f"none: {chosen.detail}"
     because = why_not_native(device) if settings.gpu_kernels == "auto" else None
     why = ", as set" if settings.gpu_kernels != "auto" else "" if because is None else f", because {because}"
     gpu = gpu_of(device)
@@ -256,8 +257,8 @@ def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[s
     """The kinds of layers in a packed step, as the layer registry judges them, whether or not there are such steps."""
     name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
     made = eligibility.device_executor(runner, settings, name)
-    why_all_stock = made if isinstance(made, str) else None
-    executor = CpuExecutor(runner, settings) if isinstance(made, str) else made
+    why_all_stock = made if isinstance(made, Reason) else None
+    executor = CpuExecutor(runner, settings) if isinstance(made, Reason) else made
     registry = LayerRegistry(runner, executor, Counters(), why_all_stock, knows_kv_scales(name))
     by_id = {layer.layer_id: layer for layer in runner.model}
     described = []

@@ -19,6 +19,7 @@ from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 class CpuExecutor:
@@ -48,7 +49,7 @@ class CpuExecutor:
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Nothing to reserve: no graph holds CPU layers."""
 
-    def why_stock(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> Reason | None:
         wanted = getattr(self._settings, f"pack_{mode}")
         if mode == "verify" and wanted == "auto":
             wanted = self._settings.pack_decode
@@ -56,10 +57,10 @@ class CpuExecutor:
             return fallback_reasons.SPECULATIVE
         return None if wanted else fallback_reasons.DISABLED
 
-    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
+    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> Reason | None:
         return None
 
-    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> str | None:
+    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> Reason | None:
         return None if q.dtype in DTYPES else fallback_reasons.QUERY_DTYPE
 
     def shape_index(self, layer: Any, k_cache: torch.Tensor) -> int:

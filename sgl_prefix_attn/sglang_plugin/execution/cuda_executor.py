@@ -29,13 +29,14 @@ from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.buffer_sizes import LargestSteps, step_limits
-from sgl_prefix_attn.sglang_plugin.execution.drafts import packs_by_default, unsupported_server
+from sgl_prefix_attn.sglang_plugin.execution.drafts import packs_by_default, why_no_packed_verify
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS, PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class CudaExecutor:
         self.reads_trees = kernels.reads_trees
         self.drafts = versions.drafts_of(runner)
         self._speculates = versions.speculates(runner)
-        self._no_verify = unsupported_server(runner, kernels.reads_trees)
+        self._no_verify = why_no_packed_verify(runner, kernels.reads_trees)
         if settings.pack_verify == "auto":
             by_default = packs_by_default(runner, kernels.name, stock)
             why_not = fallback_reasons.SPECULATIVE if settings.pack_decode else fallback_reasons.DISABLED
@@ -119,7 +120,7 @@ class CudaExecutor:
         for state in self._shapes:
             self._reallocate(state)
 
-    def why_stock(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> Reason | None:
         wanted = getattr(self._settings, f"pack_{mode}")
         if not wanted:
             return fallback_reasons.DISABLED
@@ -131,7 +132,7 @@ class CudaExecutor:
             return None
         return fallback_reasons.COMPUTE_BOUND if wanted == "auto" else None
 
-    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
+    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> Reason | None:
         reason = self._kernels.unsupported_reason(layer.qk_head_dim, k_cache)
         if reason is not None:
             return reason
@@ -148,7 +149,7 @@ class CudaExecutor:
     def seal(self) -> None:
         self._sealed = True
 
-    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> str | None:
+    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> Reason | None:
         return None if q.dtype is self._shapes[shape_index].dtype else fallback_reasons.QUERY_DTYPE
 
     def shape_index(self, layer: Any, k_cache: torch.Tensor) -> int:

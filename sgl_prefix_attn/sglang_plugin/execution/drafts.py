@@ -17,6 +17,7 @@ from sgl_prefix_attn.routing import verify
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape, unsupported_layer
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 def is_chain(info: Any) -> bool:
@@ -24,7 +25,7 @@ def is_chain(info: Any) -> bool:
     return getattr(info, "topk", None) == 1
 
 
-def unsupported_server(runner: Any, reads_trees: bool) -> str | None:
+def why_no_packed_verify(runner: Any, reads_trees: bool) -> Reason | None:
     """The reason why a GPU server's verify steps cannot run packed, None if they can or if it has none.
 
     A packed graph has no fallback for a step whose drafts no kernel can tell apart, so this is known beforehand.
@@ -64,7 +65,7 @@ def packs_by_default(runner: Any, kernels: str, stock: str) -> bool:
     return all(verify.may_pack(gpu, kernels, stock, shape, drafts) for shape in shapes)
 
 
-def unsupported_verify(forward_batch: Any, requests: int, reads_trees: bool) -> str | None:
+def unsupported_verify(forward_batch: Any, requests: int, reads_trees: bool) -> Reason | None:
     """The reason why a verify step cannot run packed, None if it can.
 
     Args:

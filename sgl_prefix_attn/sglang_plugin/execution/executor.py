@@ -12,6 +12,7 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
 class Executor(Protocol):
@@ -39,13 +40,13 @@ class Executor(Protocol):
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Called once, before `shape_index`, if graphs will be captured; the arguments are those of the largest."""
 
-    def why_stock(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> Reason | None:
         """The reason why steps of this kind do not run packed, None if they do."""
 
-    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
+    def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> Reason | None:
         """The reason why a supported kind of layer does not run on this device, None if it does."""
 
-    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> str | None:
+    def unsupported_call(self, shape_index: int, q: torch.Tensor) -> Reason | None:
         """The reason why one call of a layer cannot run packed, None if it can."""
 
     def shape_index(self, layer: Any, k_cache: torch.Tensor) -> int:

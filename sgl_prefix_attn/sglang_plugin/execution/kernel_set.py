@@ -16,6 +16,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason, Refused
 
 MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Any]
 
@@ -42,7 +43,7 @@ class Kernels:
     whole_words: bool
     reads_trees: bool = False
 
-    def unsupported_reason(self, head_dim: int, cache: torch.Tensor) -> str | None:
+    def unsupported_reason(self, head_dim: int, cache: torch.Tensor) -> Reason | None:
         """The reason why these kernels cannot run layers with this head size and K or V buffer, None if they can."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return fallback_reasons.HEAD_DIM
@@ -91,20 +92,26 @@ def triton_kernels() -> Kernels:
     )
 
 
-def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.device) -> Kernels | str:
-    """The kernels for a device under the setting `gpu_kernels`, or a message that says why there are none."""
+def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.device) -> Kernels | Refused:
+    """The kernels for a device under the setting `gpu_kernels`, or why there are none."""
     if device.type != "cuda":
-        return f"there are no packed kernels for the device {device}"
+        return _no_kernels(f"there are no packed kernels for the device {device}")
     if torch.version.hip is not None and setting != "triton":  # PyTorch calls AMD's GPUs cuda, too
-        return "AMD GPUs are not supported; gpu_kernels=triton tries the Triton kernels, which never ran on one"
+        return _no_kernels(
+            "AMD GPUs are not supported; gpu_kernels=triton tries the Triton kernels, which never ran on one"
+        )
     no_native = None
     if setting != "triton":
         no_native = why_not_native(device, asked=setting == "native")
         if no_native is None:
             return native_kernels()
     if setting == "native":
-        return f"gpu_kernels='native', but {no_native}"
+        return _no_kernels(f"gpu_kernels='native', but {no_native}")
     try:
         return triton_kernels()
     except ImportError as error:
-        return f"{no_native or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}"
+        return _no_kernels(f"{no_native or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}")
+
+
+def _no_kernels(detail: str) -> Refused:
+    return Refused(fallback_reasons.NO_CUDA_KERNEL, detail)

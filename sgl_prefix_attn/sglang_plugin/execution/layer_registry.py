@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import (
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool, unsupported_slots
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class LayerFacts:
     """
 
     layer: Any
-    unsupported_reason: str | None
+    unsupported_reason: Reason | None
     shape_index: int
     has_scales: bool
 
@@ -59,7 +59,7 @@ class LayerRegistry:
     """
 
     def __init__(
-        self, runner: Any, executor: Executor, counters: Counters, why_all_stock: str | None, knows_kv_scales: bool
+        self, runner: Any, executor: Executor, counters: Counters, why_all_stock: Reason | None, knows_kv_scales: bool
     ) -> None:
         self.why_all_stock = why_all_stock
         self.scanned = False
@@ -72,15 +72,20 @@ class LayerRegistry:
         self._facts: dict[int, LayerFacts] = {}
         self.some_packed = False
 
-    def unsupported_reasons(self) -> set[str | None]:
+    def unsupported_reasons(self) -> set[Reason | None]:
         """Reasons of the layers known so far; None stands for layers that run packed."""
         return {facts.unsupported_reason for facts in self._facts.values()}
 
     def summary(self) -> dict[str, Any]:
         """Layers known so far as JSON-able values: how many run packed, and how many do not, by reason."""
-        reasons = Counter(facts.unsupported_reason for facts in self._facts.values())
-        packed = reasons.pop(None, 0)
-        return {"packed": packed, "stock": {str(reason): count for reason, count in sorted(reasons.items())}}
+        stock = self._stock_layers()
+        packed = len(self._facts) - sum(stock.values())
+        return {"packed": packed, "stock": {reason.key: count for reason, count in stock.items()}}
+
+    def _stock_layers(self) -> dict[Reason, int]:
+        """How many of the layers known so far do not run packed, by reason."""
+        found = [facts.unsupported_reason for facts in self._facts.values() if facts.unsupported_reason]
+        return {reason: found.count(reason) for reason in sorted(set(found), key=str)}
 
     def scan_model(self) -> None:
         """Examines the layers that the model shows, so that their buffers exist before the first forward."""
@@ -94,13 +99,13 @@ class LayerRegistry:
             # Sealed without a shape: no layer that a call shows later gets buffers. Replayed graphs show none.
             self.why_all_stock = fallback_reasons.LATE_LAYER
         self.conclude()
-        stock = self.summary()["stock"]
+        stock = self._stock_layers()
         if stock:
             logger.info(
                 "prefixpack: %d of %d attention layers run packed; on the stock backend: %s",
                 len(self._facts) - sum(stock.values()),
                 len(self._facts),
-                "; ".join(f"{count} ({fallback_reasons.EXPLANATIONS[reason]})" for reason, count in stock.items()),
+                "; ".join(f"{count} ({reason.text})" for reason, count in stock.items()),
             )
 
     def conclude(self) -> None:
@@ -122,7 +127,7 @@ class LayerRegistry:
             self.some_packed |= facts.unsupported_reason is None
         return facts
 
-    def unsupported_reason(self, layer: Any) -> str | None:
+    def unsupported_reason(self, layer: Any) -> Reason | None:
         """The reason why a layer cannot run packed, None if it can. Allocates nothing."""
         reason = (
             self.why_all_stock
@@ -160,6 +165,8 @@ class LayerRegistry:
         return LayerFacts(layer, None, shape_index, has_scales=self._has_scales(k_cache))
 
 
-def common_reason(found: set[str | None]) -> str | None:
+def common_reason(found: set[Reason | None]) -> Reason | None:
     """The reason why no layer of a model runs packed, by those of its layers; None if one does or there is none."""
-    return None if not found or None in found else min(map(str, found - fallback_reasons.BY_DESIGN or found))
+    if not found or None in found:
+        return None
+    return min(filter(None, found), key=lambda reason: (reason.by_design, reason.key))

@@ -11,6 +11,7 @@ import torch
 from sgl_prefix_attn.core.limits import head_dim_fits
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -35,8 +36,8 @@ def attention_layers(model: Any) -> Iterator[Any]:
         yield from (module for module in model.modules() if isinstance(module, RadixAttention))
 
 
-def unsupported_layer(layer: Any) -> str | None:
-    """The reason why a layer cannot run packed (a key of `fallback_reasons.EXPLANATIONS`), None if it can."""
+def unsupported_layer(layer: Any) -> Reason | None:
+    """The reason why a layer cannot run packed, None if it can."""
     if layer.is_cross_attention:
         return fallback_reasons.CROSS_ATTENTION
     if _plain(layer.attn_type) != "decoder":
@@ -56,7 +57,7 @@ def unsupported_layer(layer: Any) -> str | None:
     return None
 
 
-def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> str | None:
+def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> Reason | None:
     """The reason why the packed path cannot read the KV buffers of a layer, None if it can."""
     for cache in (k_cache, v_cache):
         if not isinstance(cache, torch.Tensor) or cache.dim() != 3:

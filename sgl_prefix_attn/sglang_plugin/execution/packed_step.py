@@ -14,6 +14,7 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import window_left
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 # A plan stays correct at any length because its tails are open-ended. Only its load balance drifts, slowly, as the
 # tails grow. So a steady decode asks the planner once in this many steps.
@@ -108,7 +109,7 @@ class PackedStep:
         self.age += 1
         return True
 
-    def unsupported_call(self, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
+    def unsupported_call(self, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> Reason | None:
         """The reason why one call of a layer cannot run packed, None if it can."""
         if self.trees and window_left(layer) >= 0:  # positions of a tree are not those of its slots
             return fallback_reasons.SPECULATIVE_TREE

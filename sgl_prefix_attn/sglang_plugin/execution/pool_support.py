@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 # Pools with one K and one V buffer a layer, in which a slot is a row.
 PLAIN_POOLS = frozenset({"MHATokenToKVPool"})
@@ -22,7 +23,7 @@ COMPOSITE_POOLS = {
 _UNIFIED = "Unified"
 
 
-def unsupported_pool(pool: Any) -> str | None:
+def unsupported_pool(pool: Any) -> Reason | None:
     """The reason why the packed path supports no layer of a KV pool, None if it may support some.
 
     Call it before buffers are looked at: some of these pools copy the whole buffer on access.
@@ -47,7 +48,7 @@ def names_virtual_slots(runner: Any) -> bool:
     return bool(getattr(getattr(runner, "kv_index_translator", None), "is_translating", False))
 
 
-def unsupported_slots(pool: Any, layer: Any) -> str | None:
+def unsupported_slots(pool: Any, layer: Any) -> Reason | None:
     """The reason why `req_to_token` does not name the slots of a layer's KV, None if it does.
 
     A pool with sliding-window layers has slots of their own for these. They are given up as soon as they leave the

@@ -13,6 +13,7 @@ import torch
 
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 NAME: Final = "trtllm_mha"
 TESTED: Final = "of wrapped trtllm_mha decode with 16-bit KV ran on an H200; the rest is contract-tested"
@@ -27,7 +28,7 @@ def own_store(stock: Any) -> Store | None:
     return getattr(stock, "_fused_fp8_qkv_kv_cache", None)
 
 
-def unsupported_view(stock: Any, layers: list[Any], pool: Any) -> str | None:
+def unsupported_view(stock: Any, layers: list[Any], pool: Any) -> Reason | None:
     """The reason why the backend and packed layers would not share a KV pool, None if they do.
 
     Args:

@@ -11,8 +11,8 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Failures
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Refused
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class PinningState:
             self._off("this is a decode server of disaggregated serving")
             return None
         tree = lockable_tree(cache)
-        if isinstance(tree, Unreadable):
+        if isinstance(tree, Refused):
             self._off(tree.detail)
             return None
         size = cache.token_to_kv_pool_allocator.size

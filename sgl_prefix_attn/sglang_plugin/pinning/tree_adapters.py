@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_prefix_attn.pinning import ROOT, NodeSpan
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, reader_for
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import UNKNOWN_TREE, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -289,15 +290,15 @@ class TreeLockTree(ReceiptTree):
         self._tree.unlock(lock.receipt)
 
 
-def lockable_tree(tree: Any) -> LockableTree | Unreadable:
+def lockable_tree(tree: Any) -> LockableTree | Refused:
     """The adapter for a prefix cache object, or the reason why there is none."""
     reader = reader_for(tree)
-    if isinstance(reader, Unreadable):
+    if isinstance(reader, Refused):
         return reader
     for feature in ("supports_swa", "supports_mamba"):
         if hasattr(tree, feature) and getattr(tree, feature)():
-            return Unreadable(
-                "unknown_tree", f"{type(tree).__name__} keeps more than one kind of state per node ({feature})"
+            return Refused(
+                UNKNOWN_TREE, f"{type(tree).__name__} keeps more than one kind of state per node ({feature})"
             )
     if not hasattr(tree, "tree_core"):
         return ObjectTree(tree, reader)

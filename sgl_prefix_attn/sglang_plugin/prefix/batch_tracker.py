@@ -21,8 +21,9 @@ from sgl_prefix_attn._native import BatchIndices, gather
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, int64_array
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import Known, TreeMirror
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class BatchTracker:
     """
 
     def __init__(self, microbatches: int = 1) -> None:
-        self.why_stock: Callable[[Mode], str | None] = _may_be_packed
+        self.why_stock: Callable[[Mode], Reason | None] = _may_be_packed
         self.refuses_drafts = False
         self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
@@ -167,8 +168,8 @@ class BatchTracker:
         """Times that the present tree was read from scratch because it contradicted the mirror."""
         return 0 if self._mirror is None else self._mirror.restarts
 
-    def step(self, batch: Any) -> StepPaths | str:
-        """Paths of the batch that is about to run, or a key of `fallback_reasons.EXPLANATIONS`.
+    def step(self, batch: Any) -> StepPaths | Reason:
+        """Paths of the batch that is about to run, or why there are none.
 
         Args:
             batch: SGLang's ScheduleBatch, when its ForwardBatch is made.
@@ -208,7 +209,7 @@ class BatchTracker:
         reader = reader_for(tree)
         self._tree = tree
         self._states.clear()
-        if isinstance(reader, Unreadable):
+        if isinstance(reader, Refused):
             self._mirror, self._no_mirror = None, reader.reason
             logger.warning("prefixpack: cannot see which requests share a prefix: %s", reader.detail)
         else:
@@ -255,7 +256,7 @@ class BatchTracker:
     def _forget(self, last: _DecodeState | None) -> None:
         self._states = [state for state in self._states if state is not last]
 
-    def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | str:
+    def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | Reason:
         requests = list(batch.reqs)
         last = self._state_of(requests)
         reason = self.why_stock("decode" if drafts is None else "verify")
@@ -276,7 +277,7 @@ class BatchTracker:
         self._keep(state, last)
         return state.step
 
-    def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+    def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | Reason:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
             return fallback_reasons.NO_HOST_LENGTHS
         requests = batch.reqs

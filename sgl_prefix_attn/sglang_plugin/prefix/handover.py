@@ -21,6 +21,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mod
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 _ATTRIBUTE = "_prefixpack_handed"
 
@@ -29,13 +30,13 @@ class Handed(NamedTuple):
     """What is handed over for one forward.
 
     Attributes:
-        paths: what the requests share, or why that is not known: a key of `fallback_reasons.EXPLANATIONS`.
+        paths: what the requests share, or why that is not known.
         rows: [num_requests] int64, the batch's req_pool_indices, which identify the batch.
         seq_lens: [num_requests] int64 on the host, the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
         bounds: whether SGLang keeps no lengths in host memory, and `seq_lens` are upper bounds of a verify batch.
     """
 
-    paths: StepPaths | str
+    paths: StepPaths | Reason
     rows: Any = None
     seq_lens: Any = None
     bounds: bool = False
@@ -75,7 +76,7 @@ class Handover:
             self._counters.failures.failed("one_token_steps", error, "the step runs as a prefill")
         self._counters.host_seconds += time.perf_counter() - start
 
-    def read_packable_only(self, why_stock: Callable[[Mode], str | None]) -> None:
+    def read_packable_only(self, why_stock: Callable[[Mode], Reason | None]) -> None:
         """From now on, reads no paths for the kinds of steps for which `why_stock` returns a reason."""
         self._tracker.why_stock = why_stock
         self._tracker.refuses_drafts = why_stock("verify") is not None
@@ -90,7 +91,7 @@ class Handover:
         try:
             paths = self._tracker.step(batch)
             handed = Handed(paths, batch.req_pool_indices, batch.seq_lens_cpu)
-            if batch.seq_lens_cpu is None and not isinstance(paths, str) and paths.query_lens is not None:
+            if batch.seq_lens_cpu is None and not isinstance(paths, Reason) and paths.query_lens is not None:
                 # The verify step before may still run, and commit as many tokens as this one at most.
                 lens = versions.committed_lens(batch.reqs) + paths.query_lens
                 handed = handed._replace(seq_lens=torch.from_numpy(lens), bounds=True)

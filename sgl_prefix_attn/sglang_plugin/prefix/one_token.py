@@ -50,8 +50,8 @@ _EXTEND_FIELDS: Final = (
 )
 
 
-def unsupported_server(runner: Any) -> str | None:
-    """The reason why no step of a server becomes a decode step, None if some may.
+def why_none_decodes(runner: Any) -> str | None:
+    """Why no step of a server becomes a decode step, in words; None if some may.
 
     Args:
         runner: SGLang's ModelRunner.

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Refused
 
 # One past the last position of a known node id; negative for an unknown one.
 EndOf = Callable[[int], int]
@@ -175,18 +176,11 @@ class PathInfoReader(_NumberedReader):
             yield None if infos is None else _info_branch(infos, end_of)
 
 
-class Unreadable(NamedTuple):
-    """Why a prefix cache cannot be read: a key of `fallback_reasons.EXPLANATIONS`, and the details."""
-
-    reason: str
-    detail: str
-
-
-def reader_for(tree: Any) -> TreeReader | Unreadable:
+def reader_for(tree: Any) -> TreeReader | Refused:
     """The reader for a prefix cache object, by what it can do."""
     kind = type(tree).__name__
     if getattr(tree, "disable", False) or kind.endswith("ChunkCache"):
-        return Unreadable(fallback_reasons.NO_RADIX_CACHE, f"{kind} keeps no tree")
+        return Refused(fallback_reasons.NO_RADIX_CACHE, f"{kind} keeps no tree")
     # With --enable-streaming-session some versions wrap the tree.
     if not hasattr(tree, "tree_core") and not hasattr(tree, "root_node") and hasattr(tree, "inner"):
         return reader_for(tree.inner)
@@ -196,7 +190,7 @@ def reader_for(tree: Any) -> TreeReader | Unreadable:
             return PathInfoReader(tree)
         if _walkable(core):
             return NodeByIdReader(tree)
-        return Unreadable(
+        return Refused(
             fallback_reasons.UNKNOWN_TREE,
             f"{kind} with tree core {type(core).__name__} hands out neither nodes nor paths; "
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python selects a core that does",
@@ -204,7 +198,7 @@ def reader_for(tree: Any) -> TreeReader | Unreadable:
     root = getattr(tree, "root_node", None)
     if root is not None and _is_node(root):
         return ObjectReader(tree)
-    return Unreadable(fallback_reasons.UNKNOWN_TREE, f"{kind} hands out neither nodes nor paths")
+    return Refused(fallback_reasons.UNKNOWN_TREE, f"{kind} hands out neither nodes nor paths")
 
 
 def _walkable(core: Any) -> bool:

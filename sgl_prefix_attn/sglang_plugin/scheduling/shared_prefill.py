@@ -54,8 +54,8 @@ _ARGUMENTS: Final[dict[str, Any]] = {
 }
 
 
-def unsupported_server(runner: Any) -> str | None:
-    """The reason why requests of a server do not wait for each other, None if they may.
+def why_none_waits(runner: Any) -> str | None:
+    """Why requests of a server do not wait for each other, in words; None if they may.
 
     Args:
         runner: SGLang's ModelRunner.

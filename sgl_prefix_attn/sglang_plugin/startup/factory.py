@@ -22,6 +22,7 @@ from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupSchedu
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.startup import hook_table
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +44,16 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
     executor = eligibility.make_executor(runner, settings, name)
-    if not isinstance(executor, str):
+    if not isinstance(executor, Reason):
         executor = eligibility.unsupported_at_start(runner, name, settings, executor) or executor
-    state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
+    state, missing = connect(runner, settings, name, packs=not isinstance(executor, Reason))
     log_missing(missing, state)
     stock = build_stock(runner, name)
     if set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
         executor = fallback_reasons.HOOKS_MISSING
-    if isinstance(executor, str):
-        why = fallback_reasons.EXPLANATIONS[executor]
+    if isinstance(executor, Reason):
         level = logging.INFO if executor in _EXPECTED else logging.WARNING
-        logger.log(level, "prefixpack: all steps of this backend run on the stock backend: %s", why)
+        logger.log(level, "prefixpack: all steps of this backend run on the stock backend: %s", executor.text)
         return StockOnlyBackend(runner, stock, state, executor)
     backend = PrefixPackBackend(runner, stock, state, executor)
     hook_verify_steps(runner, backend, state)
@@ -100,7 +100,7 @@ def _deactivate_hooks() -> None:
         state.own(SharedPrefill, state.counters).active = False
 
 
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, Reason]] = set()
 # Refusals of a backend beside one that packs.
 _EXPECTED = frozenset(
     {
@@ -112,13 +112,12 @@ _EXPECTED = frozenset(
 )
 
 
-def _log_refusal(name: str, reason: str, error: Exception | None) -> None:
+def _log_refusal(name: str, reason: Reason, error: Exception | None) -> None:
     """Logs why a stock backend is not wrapped, once for each reason."""
     if (name, reason) not in _logged:
         _logged.add((name, reason))
         level = logging.INFO if reason in _EXPECTED else logging.WARNING
-        why = fallback_reasons.EXPLANATIONS[reason]
-        logger.log(level, "prefixpack: %s is not wrapped, and runs as it is: %s", name, why, exc_info=error)
+        logger.log(level, "prefixpack: %s is not wrapped, and runs as it is: %s", name, reason.text, exc_info=error)
 
 
 def connect(
@@ -197,7 +196,7 @@ def runs_one_token_steps(runner: Any, state: plugin_state.PluginState) -> bool:
     """Whether the server runs one-token steps; logs why not, as a warning if they are asked for."""
     if not state.settings.one_token_steps:
         return False
-    return _has_effect("one_token_steps", state, _unsupported(one_token.unsupported_server, runner))
+    return _has_effect("one_token_steps", state, _asked(one_token.why_none_decodes, runner))
 
 
 def shares_prefills(runner: Any, state: plugin_state.PluginState, packs: bool) -> bool:
@@ -209,13 +208,13 @@ def shares_prefills(runner: Any, state: plugin_state.PluginState, packs: bool) -
     wanted = state.settings.shared_prefill
     if not wanted or (wanted == "auto" and not packs):
         return False
-    return _has_effect("shared_prefill", state, _unsupported(shared_prefill.unsupported_server, runner))
+    return _has_effect("shared_prefill", state, _asked(shared_prefill.why_none_waits, runner))
 
 
-def _unsupported(unsupported_server: Callable[[Any], str | None], runner: Any) -> str | None:
-    """What `unsupported_server` says of a runner."""
+def _asked(why_not: Callable[[Any], str | None], runner: Any) -> str | None:
+    """What `why_not` says of a runner."""
     try:
-        return unsupported_server(runner)
+        return why_not(runner)
     except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
         return str(error)
 

@@ -10,6 +10,7 @@ from typing import Any
 from sgl_prefix_attn.core.planner import KvTokens, Planner
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Counters:
     arm_steps: Counter[str] = field(default_factory=Counter)
     arm_step_seconds: dict[str, float] = field(default_factory=dict)
     arm_tokens: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[Reason] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
     failures: Failures = field(default_factory=Failures)
@@ -87,11 +88,15 @@ class Counters:
         self.arm_step_seconds[arm] = self.arm_step_seconds.get(arm, 0.0) + seconds
         self.arm_tokens[arm] += tokens
 
-    def fallback(self, reason: str) -> None:
+    def fallback(self, reason: Reason) -> None:
         """Counts a fallback; the first one of each reason is logged with what it means."""
         if reason not in self.fallbacks:
-            logger.info("prefixpack: first fallback to the stock backend for %r: %s", reason, explained(reason))
+            logger.info("prefixpack: first fallback to the stock backend for %r: %s", reason.key, reason.text)
         self.fallbacks[reason] += 1
+
+    def fallbacks_by_key(self) -> dict[str, float]:
+        """Fallbacks by the keys of their reasons."""
+        return {reason.key: count for reason, count in self.fallbacks.items()}
 
     def plan_refused(self) -> None:
         """Logs the planner's first error; to be called while it is handled."""
@@ -119,8 +124,8 @@ class Counters:
         self._others_at_failure = others + counted
         if self._failed_in_row >= MOST_FAILED_STEPS and self.may_stop and not self.stopped:
             self.stopped = True
-            self.failures.switch_off("packing", fallback_reasons.STOPPED)
-            logger.error("prefixpack: %s", explained(fallback_reasons.STOPPED))
+            self.failures.switch_off("packing", fallback_reasons.STOPPED.key)
+            logger.error("prefixpack: %s", fallback_reasons.STOPPED.text)
 
     @property
     def kv_tokens_saved(self) -> int:
@@ -155,11 +160,6 @@ class Counters:
             "arm_steps": dict(self.arm_steps),
             "arm_step_seconds": dict(self.arm_step_seconds),
             "arm_tokens": dict(self.arm_tokens),
-            "fallbacks": dict(self.fallbacks),
+            "fallbacks": self.fallbacks_by_key(),
             "failures": dict(self.failures.counts),
         }
-
-
-def explained(reason: str) -> str:
-    """What a fallback reason means."""
-    return fallback_reasons.EXPLANATIONS[reason]

@@ -194,7 +194,7 @@ class MetricsExporter:
         values["arm_steps_total"] = dict(counters.arm_steps)
         values["arm_step_seconds_total"] = dict(counters.arm_step_seconds)
         values["arm_tokens_total"] = dict(counters.arm_tokens)
-        values["fallbacks_total"] = dict(counters.fallbacks)
+        values["fallbacks_total"] = counters.fallbacks_by_key()
         values["failures_total"] = dict(counters.failures.counts)
         values["disabled"] = dict.fromkeys(disabled.items(), 1.0)
         read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request

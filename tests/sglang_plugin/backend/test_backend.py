@@ -141,7 +141,7 @@ class TestVerifySteps:
         ],
         ids=["no mask", "a mask of all positions", "ragged"],
     )
-    def test_other_drafts_go_to_the_stock_backend(self, info: Any, reason: str) -> None:
+    def test_other_drafts_go_to_the_stock_backend(self, info: Any, reason: fallback_reasons.Reason) -> None:
         fixture, _ = self.step()
         vars(fixture.batch.spec_info).update(info)
         fixture.prepare()

@@ -20,6 +20,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import MOST_FAILED_STEPS
 from tests.routing.profiles import write_profile
 from tests.sglang_plugin import fixture as small
@@ -68,7 +69,7 @@ class TestEagerSteps:
             if name == "scan_model":  # asked for again
                 fixture.backend._layers.scanned = False
         assert fixture.stock.layer_calls == 2 * LAYERS
-        assert fixture.fallbacks == {"exception": 2}
+        assert fixture.fallbacks == {reasons.EXCEPTION: 2}
         assert fixture.state.counters.failures.counts == {"step": 2}
         assert caplog.text.count("Traceback") == 1
         assert "step failed; this step runs on the stock backend\nTraceback" in caplog.text
@@ -85,7 +86,7 @@ class TestEagerSteps:
             assert_same(fixture.run(), fixture.run_stock())
         fixture.grow(1)
         assert_same(fixture.run(), fixture.run_stock())
-        assert fixture.fallbacks == {"exception": 1}
+        assert fixture.fallbacks == {reasons.EXCEPTION: 1}
         assert fixture.state.counters.steps_packed["decode"] == 2
 
     @pytest.mark.parametrize(("owner", "name"), IN_LAYERS, ids=name_of)
@@ -112,7 +113,7 @@ class TestEagerSteps:
         assert stored == list(range(LAYERS)), "a pool with scales divides K and V in place"
         assert_same(out, fixture.run_stock())
         assert (fixture.stock.metadata_calls, fixture.stock.layer_calls) == (1, LAYERS - layer)
-        assert fixture.fallbacks == {"exception": 1}
+        assert fixture.fallbacks == {reasons.EXCEPTION: 1}
         assert fixture.state.counters.failures.counts == {"layer": 1}
 
     def test_an_exception_of_sglangs_own_store_is_not_ours(self, monkeypatch):
@@ -135,17 +136,17 @@ class TestEagerSteps:
         for _ in range(MOST_FAILED_STEPS):
             assert_same(fixture.run(), fixture.run_stock())
         failed = 2 * MOST_FAILED_STEPS - 1
-        assert fixture.fallbacks == {"exception": failed}
+        assert fixture.fallbacks == {reasons.EXCEPTION: failed}
         packed = fixture.state.counters.steps_packed["decode"]
         for _ in range(3):
             assert_same(fixture.run(), fixture.run_stock())
-        assert fixture.fallbacks == {"exception": failed, "stopped": 3}
+        assert fixture.fallbacks == {reasons.EXCEPTION: failed, reasons.STOPPED: 3}
         assert fixture.state.counters.steps_packed["decode"] == packed
         told = server_info.process_state(fixture.state)
         assert (told["disabled"], told["refused"]) == ({"packing": "stopped"}, "stopped")
         errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert sum("nothing is packed any more" in message for message in errors) == 1
-        assert fixture.state.why_stock("decode") == "stopped", "no paths are read for nothing"
+        assert fixture.state.why_stock("decode") == reasons.STOPPED, "no paths are read for nothing"
 
 
 class TestGraphs:
@@ -171,7 +172,7 @@ class TestGraphs:
             inject(broken, owner, name)
             assert_same(routed.graphs.replay(), routed.run_stock())
         assert routed.backend.decision.is_graph_variant
-        assert routed.fallbacks == {"exception": 1}
+        assert routed.fallbacks == {reasons.EXCEPTION: 1}
         assert_same(routed.graphs.replay(), routed.run_stock())
         assert routed.backend.decision.kind is StepKind.PACKED
 
@@ -182,7 +183,7 @@ class TestGraphs:
                 routed.graphs.replay()
         assert_same(routed.graphs.replay(), routed.run_stock())
         assert routed.backend.decision.is_graph_variant
-        assert routed.fallbacks["stopped"] == 1
+        assert routed.fallbacks[reasons.STOPPED] == 1
 
     @pytest.mark.parametrize(("owner", "name"), [(Planner, "plan"), (PackedStep, "of")], ids=name_of)
     def test_of_several_ranks_one_that_fails_replays_the_graph_of_the_others(self, owner, name, routed, monkeypatch):

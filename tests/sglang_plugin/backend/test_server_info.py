@@ -17,7 +17,6 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state, server_info
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 from tests.sglang_plugin.fixture import Fixture
 
@@ -63,7 +62,7 @@ class TestState:
         assert told["version"] == 1
         assert told["sglang"] == "0.5.20"
         assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0, "verify": 0}
-        assert told["counters"]["fallbacks"] == {fallback_reasons.NO_PATHS: 1}
+        assert told["counters"]["fallbacks"] == {"no_paths": 1}
         assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
         assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9
         assert told["shape"] == {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}

@@ -23,16 +23,17 @@ from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.routing import conservative, verify
-from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.settings import Settings, load_settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
-from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
+from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor.advice import HEADS_OF_ALL_RANKS, Change, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED
 from tests.sglang_plugin.execution.test_kernel_set import gpu
 from tests.sglang_plugin.fixture import hides_trees
 from tests.sglang_plugin.gpu_fixture import host_kernels
@@ -126,9 +127,9 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(models, arguments, var
 )
 def test_aliases_and_abbreviations_are_left_out(arguments: list[str], left_out: list[str]) -> None:
     for reason in (reasons.NO_RADIX_CACHE, reasons.DECODE_CONTEXT_PARALLEL):
-        arguments, _ = advice.CHANGES[reason].followed(arguments, {})
+        arguments, _ = Change(reason).followed(arguments, {})
     assert arguments == left_out
-    assert advice.HEADS_OF_ALL_RANKS.followed(["--dp", "2", "--tp", "2"], {})[0] == ["--tp", "2"]
+    assert Change(HEADS_OF_ALL_RANKS).followed(["--dp", "2", "--tp", "2"], {})[0] == ["--tp", "2"]
 
 
 @pytest.mark.parametrize("also", [[], ["--disable-radix"]])
@@ -162,12 +163,12 @@ def test_a_server_that_only_prefills(models: dict[str, Path], arguments: list[st
     ("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM), ("wide_heads", reasons.HEAD_DIM)]
 )
 @pytest.mark.parametrize("way", ["wrap", "name"])
-def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str, way: str) -> None:
+def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: reasons.Reason, way: str) -> None:
     found = diagnosis(models[model], **WRAP) if way == "wrap" else diagnosis(models[model], *NAME)
     assert found.steps["decode"].reason == reason
     assert not found.packs
     assert found.after is None
-    assert found.changes[-1].text.startswith("Nothing")
+    assert found.changes[-1].reason.advice.startswith("Nothing")
 
 
 def test_kinds_of_layers(models: dict[str, Path]) -> None:
@@ -287,11 +288,12 @@ def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
 
 
 def test_every_reason_has_an_answer() -> None:
-    for reason in (*reasons.EXPLANATIONS, *advice.EXPLANATIONS):
-        change = advice.change_for(reason)
-        assert change.reason == reason
-        assert change.text.endswith(".")
-        assert advice.explained(reason)
+    keys = [reason.key for reason in reasons.REASONS]
+    assert len(set(keys)) == len(keys) > 50
+    for reason in reasons.REASONS:
+        assert reason.text
+        assert reason.advice.endswith(".")
+        load_settings(dict(reason.variables))  # these are settings, with these values
 
 
 @given(st.lists(st.sampled_from(["--a", "--b=1", "--b", "--spec-x", "--spec-y=2", "value", "-1"]), max_size=8))

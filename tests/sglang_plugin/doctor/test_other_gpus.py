@@ -17,7 +17,6 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core import limits
 from sgl_prefix_attn.gpus import known_gpu, known_gpus
-from sgl_prefix_attn.sglang_plugin.doctor.advice import NOT_WRAPPABLE
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -80,8 +79,8 @@ def on(gpu: str, model: Path, *arguments: str) -> Diagnosis:
         ("gpt_oss", "b200", "trtllm_mha", None, 2),
         ("gpt_oss", "l40s", "triton", None, 2),
         ("deepseek_v3", "h200", "fa3", reasons.MLA, 0),
-        ("deepseek_v3", "b200", "trtllm_mla", NOT_WRAPPABLE, 0),
-        ("deepseek_v32", "h200", None, NOT_WRAPPABLE, 0),
+        ("deepseek_v3", "b200", "trtllm_mla", reasons.NOT_WRAPPABLE, 0),
+        ("deepseek_v32", "h200", None, reasons.NOT_WRAPPABLE, 0),
     ],
 )
 def test_a_model_has_the_backend_and_the_answer_of_that_gpu(models, model, gpu, backend, reason, packed):

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(params=["native", "triton"])
 def kernels(request: pytest.FixtureRequest) -> kernel_set.Kernels:
     chosen = kernel_set.choose_kernels(request.param, torch.device("cuda"))
-    if isinstance(chosen, str):
+    if isinstance(chosen, fallback_reasons.Refused):
         pytest.skip(chosen)
     return chosen
 

@@ -123,7 +123,6 @@ class TestScalesOfALayer:
         fixture.run()
         assert fixture.fallbacks == {fallback_reasons.KV_SCALES: 1}
         assert fixture.stock.layer_calls == 1
-        assert fallback_reasons.KV_SCALES in fallback_reasons.EXPLANATIONS
 
     def test_so_does_a_layer_of_which_a_weight_update_takes_that_knowledge(self) -> None:
         fixture = give_scales(make_fixture())

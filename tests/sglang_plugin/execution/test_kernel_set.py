@@ -12,6 +12,7 @@ from sgl_prefix_attn.core import limits
 from sgl_prefix_attn.core.gpu import Gpu
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
+from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import NO_CUDA_KERNEL, Refused
 from tests.core.test_gpu_model import PROPERTIES
 
 
@@ -59,7 +60,7 @@ class TestKernels:
     def test_triton_where_there_is_no_code(self, h200, capability, code, shared_kib, message):
         gpu(h200, capability, code, shared_kib)
         assert choose("auto").name == "triton"
-        assert message in choose("native")
+        assert message in choose("native").detail
 
     @pytest.mark.parametrize(
         ("capability", "code"), [((8, 0), 80), ((9, 0), 80), ((10, 0), 80), ((8, 6), 86), ((8, 9), 89), ((12, 0), 120)]
@@ -84,16 +85,15 @@ class TestKernels:
     def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
         h200.setattr(_native, "built_with_cuda", False)
         h200.setattr(kernel_set, "triton_kernels", lambda: (_ for _ in ()).throw(ImportError("no triton")))
-        assert "no triton" in kernel_set.choose_kernels("auto", self.GPU)
+        assert "no triton" in choose("auto").detail
 
     def test_none_for_other_devices(self) -> None:
-        assert kernel_set.choose_kernels("auto", torch.device("xpu")) == (
-            "there are no packed kernels for the device xpu"
-        )
+        refused = kernel_set.choose_kernels("auto", torch.device("xpu"))
+        assert refused == Refused(NO_CUDA_KERNEL, "there are no packed kernels for the device xpu")
 
 
 def test_an_amd_gpu_gets_kernels_only_if_asked_for(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for setting in ("auto", "native"):
-        assert "AMD" in choose(setting)
+        assert "AMD" in choose(setting).detail
     assert choose("triton").name == "triton"

@@ -15,7 +15,7 @@ from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK_VARIANT
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
-from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
+from sgl_prefix_attn.sglang_plugin.execution.drafts import why_no_packed_verify
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -44,7 +44,7 @@ class Verify(GpuFixture):
         kernels = None
         if gpu:
             kernels = kernel_set.choose_kernels("native", torch.device("cuda"))
-            if isinstance(kernels, str):
+            if isinstance(kernels, fallback_reasons.Refused):
                 pytest.skip(kernels)
         words = random_tree(np.random.default_rng(drafts), drafts)
         back = torch.arange(drafts).view(-1, 1) - torch.arange(drafts)
@@ -252,7 +252,7 @@ def test_servers_whose_verify_steps_run_packed(algorithm, arguments, reads_trees
         spec_algorithm=getattr(SpeculativeAlgorithm, algorithm),
         server_args=SimpleNamespace(**{**defaults, **arguments}),
     )
-    assert unsupported_server(runner, reads_trees) == reason
+    assert why_no_packed_verify(runner, reads_trees) == reason
 
 
 def test_an_overlapped_plan_stream_keeps_verify_steps_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,4 +260,4 @@ def test_an_overlapped_plan_stream_keeps_verify_steps_stock(monkeypatch: pytest.
     runner = SimpleNamespace(
         spec_algorithm=SpeculativeAlgorithm.EAGLE, server_args=SimpleNamespace(speculative_num_draft_tokens=4)
     )
-    assert unsupported_server(runner, True) == fallback_reasons.SPECULATIVE
+    assert why_no_packed_verify(runner, True) == fallback_reasons.SPECULATIVE

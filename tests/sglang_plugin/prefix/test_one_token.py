@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
-from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, unsupported_server
+from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, why_none_decodes
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
 from tests.support.small_scheduler import TREES, Batch, SmallScheduler
@@ -117,14 +117,14 @@ def runner(**changes: Any) -> Any:
     ],
 )
 def test_servers_that_are_left_out(changes: dict[str, Any], reason: str) -> None:
-    assert unsupported_server(runner()) is None
-    assert unsupported_server(runner(dcp_size=None, enable_lora=None)) is None
-    assert reason in str(unsupported_server(runner(**changes)))
+    assert why_none_decodes(runner()) is None
+    assert why_none_decodes(runner(dcp_size=None, enable_lora=None)) is None
+    assert reason in str(why_none_decodes(runner(**changes)))
 
 
 def test_models_with_other_layers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_token.versions, "has_other_layers", lambda runner: True)
-    assert "linear or sparse" in str(unsupported_server(runner()))
+    assert "linear or sparse" in str(why_none_decodes(runner()))
 
 
 class TestTracker:

@@ -214,7 +214,7 @@ def two_that_decode() -> SmallScheduler:
     ],
     ids=["idle", "mode", "beams", "encoder", "decode lengths", "prefill lengths"],
 )
-def test_batches_that_have_no_paths(changes: dict[str, Any], reason: str) -> None:
+def test_batches_that_have_no_paths(changes: dict[str, Any], reason: fallback_reasons.Reason) -> None:
     batch = two_that_decode().decode_batch()
     vars(batch).update(changes)
     assert BatchTracker().step(batch) == reason
@@ -245,7 +245,7 @@ class TestSpeculation:
         handover = Handover(BatchTracker(), Counters())
         batch.seq_lens_cpu = None
         handed = handover.read(batch)
-        assert not isinstance(handed.paths, str)
+        assert not isinstance(handed.paths, fallback_reasons.Reason)
         assert handed.paths.forest.paths() == expected.forest.paths()
         assert handed.bounds
         assert handed.seq_lens.tolist() == (exact + 4).tolist()

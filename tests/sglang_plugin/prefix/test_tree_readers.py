@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Branch, ObjectReader, PathNode, Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Branch, ObjectReader, PathNode, reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.support.caches import ComponentType
 from tests.support.fake_tree import FakeTree
@@ -63,10 +63,9 @@ def test_an_evicted_id_has_no_path_and_hides_no_other(kind: str) -> None:
 
 
 class TestUnreadableTrees:
-    def refused(self, tree: Any) -> Unreadable:
+    def refused(self, tree: Any) -> fallback_reasons.Refused:
         answer = reader_for(tree)
-        assert isinstance(answer, Unreadable)
-        assert answer.reason in fallback_reasons.EXPLANATIONS
+        assert isinstance(answer, fallback_reasons.Refused)
         return answer
 
     def test_a_disabled_radix_cache(self) -> None:
@@ -109,4 +108,4 @@ class TestUnreadableTrees:
     def test_a_session_wrapper_is_looked_through(self) -> None:
         tree = SmallScheduler(TREES[0]).tree
         assert isinstance(reader_for(SimpleNamespace(inner=tree)), type(reader_for(tree)))
-        assert not isinstance(reader_for(tree), Unreadable)
+        assert not isinstance(reader_for(tree), fallback_reasons.Refused)

@@ -212,7 +212,7 @@ def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.Monke
 def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool, monkeypatch) -> None:
     monkeypatch.setattr(shared_prefill.versions, "argument", lambda runner, name: arguments.get(name))
     monkeypatch.setattr(shared_prefill.versions, "has_other_layers", lambda runner: False)
-    assert (shared_prefill.unsupported_server(None) is None) is waits
+    assert (shared_prefill.why_none_waits(None) is None) is waits
 
 
 def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,7 +38,7 @@ class TestMetrics:
         assert sample("sglang:prefixpack_packed_steps_total", {**labels, "mode": "decode"}) == 100
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "stock"}) == 12
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "packed"}) == 0
-        assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": fallback_reasons.NO_PATHS}) == 4
+        assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": "no_paths"}) == 4
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
 
     @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
