@@ -48,7 +48,8 @@ class SmallServer(Pools):
         self.kind, self.slots = kind, slots
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))
+        runner = SimpleNamespace(device="cpu", dtype=None, server_args=SimpleNamespace())
+        self.tp_worker = SimpleNamespace(model_runner=runner)
         self.waiting: list[Req] = []
         self.running = SimpleNamespace(reqs=[], batch_is_full=False)
         self.finished: list[Req] = []

@@ -19,6 +19,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
@@ -158,10 +159,10 @@ class Fixture:
         self.runner = SimpleNamespace(**usual | runner)
         plugin_state.reset()
         self.state = plugin_state.of_process(settings or Settings(metrics=False), "0.5.20")
-        self.state.serve(self.runner)
+        self.state.serve(self.facts)
         self.state.stock_backend = stock_backend
         self.stock = self.make_stock()
-        self.backend = PrefixPackBackend(self.runner, self.stock, self.state, self.make_executor())
+        self.backend = PrefixPackBackend(self.facts, self.stock, self.state, self.make_executor())
         prefix = [s - q for s, q in zip(seq_lens, query_lens or [1] * len(seq_lens), strict=True)]
         self.step = StepPaths(
             PrefixForest.from_paths(paths, prefix_lens=prefix),
@@ -172,12 +173,17 @@ class Fixture:
         self.batch = self._batch()
         self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
 
+    @property
+    def facts(self) -> ServerFacts:
+        """What the runner says now."""
+        return ServerFacts.of(self.runner)
+
     def make_stock(self) -> Any:
         """The stock backend."""
         return CountingStock(self.runner)
 
     def make_executor(self) -> Any:
-        """The executor; None: the one that the backend makes for the runner."""
+        """The executor; None: the one that the backend makes for the server."""
 
     @property
     def handover(self) -> Handover:

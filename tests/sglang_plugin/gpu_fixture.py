@@ -183,7 +183,7 @@ class GpuFixture(Fixture):
         return GraphStock(self.runner)
 
     def make_executor(self) -> Any:
-        self.executor = CudaExecutor(self.runner, self._settings, self._kernels, self.state.stock_backend)
+        self.executor = CudaExecutor(self.facts, self._settings, self._kernels, self.state.stock_backend)
         return self.executor
 
     def _make_step(self, *args: Any) -> HostStep:

@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, Pl
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate, delegated
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
@@ -36,10 +37,9 @@ class PrefixPackBackend(AttentionBackend):
     `StepPlanner` decides each step. This class keeps the decision until the next step and acts on it.
 
     Args:
-        runner: SGLang's ModelRunner.
         stock: the stock backend. It answers every member of the base class that is not defined here.
         state: the state of the process.
-        executor: runs packed steps, or the reason why none does; None: the one for the runner's device.
+        executor: runs packed steps, or the reason why none does; None: the one for the server's device.
         wraps: the stock backend's name in wrap mode. SGLang then takes this object for one of the stock backend's
             class. None: the process's one stock backend, under the name `prefixpack`.
 
@@ -54,13 +54,13 @@ class PrefixPackBackend(AttentionBackend):
     forward_metadata = delegated("stock", "forward_metadata")
     token_to_kv_pool = delegated("stock", "token_to_kv_pool")
 
-    def __new__(cls, runner: Any = None, stock: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, facts: Any = None, stock: Any = None, *args: Any, **kwargs: Any) -> Any:
         kind: Any = cls  # `cache` cannot tell that it is hashable
         return super().__new__(_named_as(kind, type(stock).__name__))
 
     def __init__(
         self,
-        runner: Any,
+        facts: ServerFacts,
         stock: Any,
         state: PluginState,
         executor: Executor | Reason | None = None,
@@ -70,23 +70,23 @@ class PrefixPackBackend(AttentionBackend):
         self.stock = stock
         self._wraps = wraps
         stock_name = wraps or state.stock_backend
-        self.req_to_token_pool = runner.req_to_token_pool
+        self.req_to_token_pool = facts.req_to_token_pool
         assert state.handover is not None, "PluginState.serve comes first"
         self._state, self._handover = state, state.handover
         self._counters = state.counters
-        made = make_executor(runner, state.settings, stock_name) if executor is None else executor
+        made = make_executor(facts, state.settings, stock_name) if executor is None else executor
         why_all_stock = made if isinstance(made, Reason) else None
-        self._executor = CpuExecutor(runner, state.settings) if isinstance(made, Reason) else made
-        self._layers = LayerRegistry(runner, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
-        microbatches = versions.microbatches(runner)
+        self._executor = CpuExecutor(facts, state.settings) if isinstance(made, Reason) else made
+        self._layers = LayerRegistry(facts, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
+        microbatches = facts.microbatches
         policies = LivePolicies(
             state.settings,
             self._executor,
             stock_name,
             stock,
             store=profiles_of_ranks(state.settings),
-            dtype=QUERY_TYPES.get(runner.dtype, "bf16"),
-            page_size=versions.argument(runner, "page_size") or 1,
+            dtype=QUERY_TYPES.get(facts.dtype, "bf16"),
+            page_size=facts.page_size,
         )
         router = StepRouter(state.settings, self._counters, self._executor, policies, microbatches=microbatches)
         self._step_planner = StepPlanner(
@@ -98,11 +98,10 @@ class PrefixPackBackend(AttentionBackend):
             microbatches=microbatches,
         )
         self.graph_variants = self._step_planner.graph_variants
-        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._step_planner.why_stock("verify") is None
+        speculates_in_graphs = self._executor.runs_in_graphs and facts.speculates
+        self.checks_drafts_in_graphs = speculates_in_graphs and self._step_planner.why_stock("verify") is None
         # Verify steps are planned by bounds of their lengths.
-        self._reads_bounds = (
-            self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
-        )
+        self._reads_bounds = self._executor.runs_in_graphs and facts.speculates and versions.keeps_committed_lens()
         # None: fp8 KV is stored by the pool, as nearly all stock backends do.
         self._store_fp8 = trtllm_mha.own_store(stock) if stock_name == trtllm_mha.NAME else None
         self.decision = STOCK

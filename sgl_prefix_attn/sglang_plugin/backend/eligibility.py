@@ -1,4 +1,4 @@
-"""Which model runners may run packed steps: conditions that hold for the life of a server."""
+"""Which servers may run packed steps: conditions that hold for the life of a server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
-from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry, common_reason
-from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers
-from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MODES, Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
@@ -42,69 +42,76 @@ _WHOLE_MODEL_KERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 
 
-def server_refusal(runner: Any) -> Reason | None:
+def server_refusal(facts: ServerFacts) -> Reason | None:
     """The reason why no step of a server ever runs packed, whatever its device; None if some may."""
-    if getattr(runner, "is_draft_worker", False):
-        return fallback_reasons.DRAFT_WORKER
-    if getattr(runner.model_config, "is_encoder_decoder", False):
-        return fallback_reasons.ENCODER_DECODER
-    reason = unsupported_kv(runner)
-    if reason is not None:
-        return reason
-    if versions.has_decode_context_parallel(runner):
-        return fallback_reasons.DECODE_CONTEXT_PARALLEL
-    if versions.argument(runner, "enable_deterministic_inference") or versions.argument(runner, "rl_on_policy_target"):
-        return fallback_reasons.DETERMINISTIC
-    if versions.argument(runner, "disable_radix_cache"):
-        return fallback_reasons.NO_RADIX_CACHE
-    if versions.hides_its_tree(runner):
-        return fallback_reasons.UNKNOWN_TREE
-    if versions.argument(runner, "enable_two_batch_overlap"):
-        return fallback_reasons.TWO_BATCH_OVERLAP
-    if versions.argument(runner, "enable_pdmux"):
-        return fallback_reasons.PDMUX
-    if versions.argument(runner, "dllm_algorithm"):
-        return fallback_reasons.MODE
-    if any(versions.argument(runner, name) for name in _WHOLE_MODEL_KERNELS):
-        return fallback_reasons.WHOLE_MODEL_KERNEL
-    return None
+    arguments, kv = facts.argument, unsupported_kv(facts)
+    deterministic = arguments("enable_deterministic_inference") or arguments("rl_on_policy_target")
+    found = (
+        (facts.is_draft_worker, fallback_reasons.DRAFT_WORKER),
+        (facts.is_encoder_decoder, fallback_reasons.ENCODER_DECODER),
+        (kv is not None, kv),
+        (facts.has_decode_context_parallel, fallback_reasons.DECODE_CONTEXT_PARALLEL),
+        (deterministic, fallback_reasons.DETERMINISTIC),
+        (arguments("disable_radix_cache"), fallback_reasons.NO_RADIX_CACHE),
+        (facts.hides_its_tree, fallback_reasons.UNKNOWN_TREE),
+        (arguments("enable_two_batch_overlap"), fallback_reasons.TWO_BATCH_OVERLAP),
+        (arguments("enable_pdmux"), fallback_reasons.PDMUX),
+        (arguments("dllm_algorithm"), fallback_reasons.MODE),
+        (any(map(arguments, _WHOLE_MODEL_KERNELS)), fallback_reasons.WHOLE_MODEL_KERNEL),
+    )
+    return next((reason for applies, reason in found if applies), None)
 
 
-def unsupported_kv(runner: Any) -> Reason | None:
-    """The reason why the packed path can read no layer's KV in this runner, None if it may read some."""
-    if versions.argument(runner, "enable_unified_memory") or names_virtual_slots(runner):
+def unsupported_kv(facts: ServerFacts) -> Reason | None:
+    """The reason why the packed path can read no layer's KV of a server, None if it may read some."""
+    if facts.argument("enable_unified_memory") or facts.translates_slots:
         return fallback_reasons.VIRTUAL_SLOTS
-    return unsupported_pool(runner.token_to_kv_pool)
+    return unsupported_pool(facts.token_to_kv_pool)
 
 
-def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
-    """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing.
+def choose_executor(facts: ServerFacts, settings: Settings, name: str) -> Executor | Reason:
+    """The executor of a server, or the reason why none of its steps ever runs packed. Changes nothing.
 
     Args:
-        runner: SGLang's ModelRunner, with its model and KV pool.
         settings: settings in force.
         name: the stock backend's name.
     """
-    executor = server_refusal(runner) or device_executor(runner, settings, name)
-    if isinstance(executor, Reason) or is_cpu(runner) or not versions.speculates(runner):
+    executor = server_refusal(facts) or device_executor(facts, settings, name)
+    if isinstance(executor, Reason) or facts.is_cpu or not facts.speculates:
         return executor
     return executor.why_stock("verify") or executor  # nearly all steps are of this kind
 
 
-def device_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
-    """The executor of a runner's device, or the reason why there is none. Arguments: see `choose_executor`."""
-    if is_cpu(runner):
-        return CpuExecutor(runner, settings)
-    kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
+def device_executor(facts: ServerFacts, settings: Settings, name: str) -> Executor | Reason:
+    """The executor of a server's device, or the reason why there is none. Arguments: see `choose_executor`."""
+    if facts.is_cpu:
+        return CpuExecutor(facts, settings)
+    kernels = choose_kernels(settings.gpu_kernels, torch.device(facts.device))
     if isinstance(kernels, Refused):
         logger.warning("prefixpack: all steps run on the stock backend: %s", kernels.detail)
         return kernels.reason
-    return CudaExecutor(runner, settings, kernels, name)
+    return CudaExecutor(facts, settings, kernels, name)
 
 
-def make_executor(runner: Any, settings: Settings, name: str) -> Executor | Reason:
+def executor_at_start(facts: ServerFacts, settings: Settings, name: str) -> Executor | Reason:
+    """The executor under our own name; the reason also where no layer or kind of step can run packed.
+
+    Arguments: see `choose_executor`.
+    """
+    executor = choose_executor(facts, settings, name)
+    if isinstance(executor, Reason):
+        return executor
+    reason = no_packed_steps(facts, settings, executor) if facts.has_no_decode_steps else None
+    return reason or _layers(facts, name, executor).unsupported_model() or executor
+
+
+def make_executor(facts: ServerFacts, settings: Settings, name: str) -> Executor | Reason:
     """As `choose_executor`, and keeps SGLang from graphs that would hold a plan."""
-    executor = choose_executor(runner, settings, name)
+    return out_of_graphs(choose_executor(facts, settings, name))
+
+
+def out_of_graphs(executor: Executor | Reason) -> Executor | Reason:
+    """The same executor, with SGLang kept from graphs that would hold its plan."""
     if (
         not isinstance(executor, Reason)
         and executor.runs_in_graphs
@@ -114,39 +121,39 @@ def make_executor(runner: Any, settings: Settings, name: str) -> Executor | Reas
     return executor
 
 
-def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> Reason | None:
+def wrap_refusal(facts: ServerFacts, name: str, stock: Any, settings: Settings) -> Reason | None:
     """The reason why a stock backend is not wrapped, None if it is. Changes nothing and allocates no device memory.
 
     Under our own name SGLang refuses some servers, and others are left as they are if their steps run stock. Here a
     wrapper without a packed step would only cost time, so everything that is not known to pack is refused.
 
     Args:
-        runner: SGLang's ModelRunner, with its model and KV pool.
         name: the stock backend's name.
         stock: the stock backend.
         settings: settings in force.
     """
-    if getattr(runner, "use_mla_backend", False):
+    if facts.use_mla_backend:
         return fallback_reasons.MLA
     if not _is_sglangs(stock, name):
         return fallback_reasons.UNKNOWN_STOCK
-    executor = choose_executor(runner, settings, name)
+    executor = choose_executor(facts, settings, name)
     if isinstance(executor, Reason):
         return executor
     writers = trtllm_mha.WRITE_THROUGH_IT if name == trtllm_mha.NAME else ()
-    if set(versions.architectures(runner)) & {*_READ_METADATA, *writers}:
+    if set(facts.architectures) & {*_READ_METADATA, *writers}:
         return fallback_reasons.READS_METADATA
-    modes = _modes_of(runner, name)
-    reason = no_packed_steps(runner, settings, executor, modes)
+    modes = _modes_of(facts, name)
+    reason = no_packed_steps(facts, settings, executor, modes)
     if reason is not None:
         return reason
-    masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
+    masked = name != "torch_native" and facts.masks_images
     if masked and any(why_stock(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
-    reason = unsupported_model(runner, name, executor)
+    layers = _layers(facts, name, executor)
+    reason = layers.unsupported_model()
     if reason is None and name == trtllm_mha.NAME:
-        packed = [layer for layer, reason in _judged_layers(runner, name, executor) if reason is None]
-        return trtllm_mha.unsupported_view(stock, packed, runner.token_to_kv_pool)
+        packed = [layer for layer, reason in layers.judged() if reason is None]
+        return trtllm_mha.unsupported_view(stock, packed, facts.token_to_kv_pool)
     return reason
 
 
@@ -160,42 +167,18 @@ def _is_sglangs(stock: Any, name: str) -> bool:
 
 
 def no_packed_steps(
-    runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES
+    facts: ServerFacts, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES
 ) -> Reason | None:
     """The reason why no kind of step that a server has runs packed, None if one may."""
-    reasons = [why_stock(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
+    reasons = [why_stock(executor, settings, mode) for mode in modes if has_steps(facts, mode)]
     if None in reasons:
         return None
-    return fallback_reasons.PREFILL_ONLY if versions.has_no_decode_steps(runner) or not reasons else reasons[0]
+    return fallback_reasons.PREFILL_ONLY if facts.has_no_decode_steps or not reasons else reasons[0]
 
 
-def unsupported_at_start(runner: Any, name: str, settings: Settings, executor: Executor) -> Reason | None:
-    """The reason why, under our own name, the steps of a server with an executor never run packed; None if some may."""
-    if versions.has_no_decode_steps(runner):
-        reason = no_packed_steps(runner, settings, executor)
-        if reason is not None:
-            return reason
-    return unsupported_model(runner, name, executor)
-
-
-def unsupported_model(runner: Any, name: str, executor: Executor) -> Reason | None:
-    """The reason why no layer of a model runs packed, None if one may or if the model does not show its layers.
-
-    Allocates no device memory.
-
-    Args:
-        runner: SGLang's ModelRunner, with its model and KV pool.
-        name: the stock backend's name.
-        executor: of the runner.
-    """
-    return common_reason({reason for _, reason in _judged_layers(runner, name, executor)})
-
-
-def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any, Reason | None]]:
-    """The layers that a model shows, each with the reason why it does not run packed."""
-    registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
-    layers = attention_layers(getattr(runner, "model", None))
-    return [(layer, registry.unsupported_reason(layer)) for layer in layers]
+def _layers(facts: ServerFacts, name: str, executor: Executor) -> LayerRegistry:
+    """A registry that judges the layers that the model shows."""
+    return LayerRegistry(facts, executor, Counters(), None, knows_kv_scales(name))
 
 
 def why_stock(executor: Executor, settings: Settings, mode: Mode) -> Reason | None:
@@ -205,18 +188,18 @@ def why_stock(executor: Executor, settings: Settings, mode: Mode) -> Reason | No
     return executor.why_stock(mode)
 
 
-def has_steps(runner: Any, mode: Mode) -> bool:
+def has_steps(facts: ServerFacts, mode: Mode) -> bool:
     """Whether a server has steps of a kind."""
-    if mode in ("decode", "mixed", "verify") and versions.has_no_decode_steps(runner):
+    if mode in ("decode", "mixed", "verify") and facts.has_no_decode_steps:
         return False
     if mode == "mixed":
-        return versions.mixes_chunks(runner) or versions.attention_dp_ranks(runner) > 1
-    return mode != "verify" or versions.speculates(runner)
+        return facts.mixes_chunks or facts.attention_dp_ranks > 1
+    return mode != "verify" or facts.speculates
 
 
-def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
+def _modes_of(facts: ServerFacts, name: str) -> tuple[Mode, ...]:
     """The kinds of steps that a target model's backend gets: SGLang may run prefill and decode on different ones."""
-    prefill, decode = versions.backend_names(runner)
+    prefill, decode = facts.backend_names
     if prefill == decode or name not in (prefill, decode):
         return MODES
     return tuple(mode for mode in MODES if (mode in _PREFILL_MODES) == (name == prefill))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -77,18 +77,18 @@ class PluginState:
     def __post_init__(self) -> None:
         self._owned[Failures] = self.counters.failures
 
-    def serve(self, runner: Any) -> Handover:
+    def serve(self, facts: ServerFacts) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
-            self.export_metrics(runner)
-            self.handover = Handover(BatchTracker(versions.microbatches(runner)), self.counters)
+            self.export_metrics(facts)
+            self.handover = Handover(BatchTracker(facts.microbatches), self.counters)
             self.handover_hooks.active = self.handover
         return self.handover
 
-    def export_metrics(self, runner: Any) -> None:
+    def export_metrics(self, facts: ServerFacts) -> None:
         """Makes the exporter of a server that has metrics; works once."""
         if self.exporter is None and self.settings.metrics:
-            self.exporter = MetricsExporter.for_runner(runner)
+            self.exporter = MetricsExporter.of_server(facts.server_args, facts.ranks)
 
     def add(self, backend: Any, record: BackendRecord) -> None:
         """Adds the record of a backend. Paths are read from now on if any backend may pack them."""

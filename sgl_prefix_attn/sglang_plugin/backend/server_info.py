@@ -28,6 +28,7 @@ from typing import Any
 from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state, running_prompts
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
@@ -110,7 +111,8 @@ def tell_without_backend(result: Any, scheduler: Any, *args: Any, **kwargs: Any)
         if result is not None:
             result.internal_state[SCHEDULING_KEY] = {"disabled": state.disabled(), "failures": dict(failures.counts)}
         if failures.disabled or failures.counts:
-            state.export_metrics(scheduler.tp_worker.model_runner)
+            if state.exporter is None:
+                state.export_metrics(ServerFacts.of(scheduler.tp_worker.model_runner))
             state.flush_metrics()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
@@ -18,7 +19,7 @@ class StockOnlyBackend(PrefixPackBackend):
 
     needs_cpu_seq_lens = True  # in the instance, the stock backend's
 
-    def __init__(self, runner: Any, stock: Any, state: PluginState, reason: Reason) -> None:
-        super().__init__(runner, stock, state, reason)
+    def __init__(self, facts: ServerFacts, stock: Any, state: PluginState, reason: Reason) -> None:
+        super().__init__(facts, stock, state, reason)
         self.needs_cpu_seq_lens = bool(getattr(stock, "needs_cpu_seq_lens", True))
         self.stop_packing(reason)

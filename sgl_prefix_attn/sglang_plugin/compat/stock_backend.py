@@ -10,6 +10,7 @@ import torch
 
 from sgl_prefix_attn.settings import accepted_values
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -30,41 +31,41 @@ _UNSUITED = {
 }
 
 
-def stock_name(runner: Any, setting: str) -> str:
-    """The stock backend's name for a model runner and the setting `stock_backend`.
+def stock_name(facts: ServerFacts, setting: str) -> str:
+    """The stock backend's name for a server and the setting `stock_backend`.
 
     Raises:
-        ValueError: a setting that cannot work on the runner's device.
+        ValueError: a setting that cannot work on the server's device.
     """
-    on_cpu = is_cpu(runner)
+    on_cpu = facts.is_cpu
     if setting != "auto":
         if on_cpu and setting != CPU_DEFAULT:
             raise ValueError(
                 f"stock_backend={setting!r} needs a GPU, but SGLang runs on the CPU here; use {CPU_DEFAULT!r} or "
                 f"'auto' (accepted: {accepted_values('stock_backend')})"
             )
-        return setting if on_cpu else _suited(runner, setting)
+        return setting if on_cpu else _suited(facts, setting)
     if on_cpu:
         return CPU_DEFAULT
-    chosen = versions.default_attention_backend(runner)
+    chosen = facts.default_attention_backend()
     if chosen in CUDA_CHOICES:
-        return _suited(runner, str(chosen))
+        return _suited(facts, str(chosen))
     logger.warning("prefixpack: SGLang would choose %r here, which needs its own name; using %r", chosen, CUDA_DEFAULT)
-    return _suited(runner, CUDA_DEFAULT)
+    return _suited(facts, CUDA_DEFAULT)
 
 
-def _suited(runner: Any, name: str) -> str:
-    """`name`, or the backend to use instead where `name` cannot serve the runner on a GPU.
+def _suited(facts: ServerFacts, name: str) -> str:
+    """`name`, or the backend to use instead where `name` cannot serve on a GPU.
 
     SGLang makes such changes by the name in its arguments, but that is ours.
     """
-    for architecture in versions.architectures(runner):
+    for architecture in facts.architectures:
         other = _UNSUITED.get((architecture, name))
         if other is not None:
             name = _replaced(name, other, f"SGLang does not run {architecture} on it")
-    if name == "fa3" and getattr(runner, "kv_cache_dtype", None) is torch.float8_e5m2:
+    if name == "fa3" and facts.kv_cache_dtype is torch.float8_e5m2:
         name = _replaced(name, "triton", "it reads no fp8_e5m2 KV cache, of 8-bit ones only fp8_e4m3")
-    if name != "triton" and versions.has_decode_context_parallel(runner):
+    if name != "triton" and facts.has_decode_context_parallel:
         name = _replaced(name, "triton", "it does not know KV that is spread over ranks (--dcp-size)")
     if name == CPU_DEFAULT:
         logger.warning("prefixpack: stock backend %r needs --disable-cuda-graph: no graph can hold it", name)
@@ -90,6 +91,31 @@ def build_stock(runner: Any, name: str) -> Any:
     if name == "flashinfer":
         _warn_of_old("flashinfer-python")
     return getattr(factory, STOCK_FACTORY, factory)(runner)
+
+
+def set_draft_backend(runner: Any, name: str) -> None:
+    """Makes the steps of a draft model use the stock backend `name` unless the user has chosen one.
+
+    Call it while SGLang builds the draft runner's own backend. Right after that, SGLang builds the backends of the
+    draft's steps from a table of names that lacks ours.
+
+    Raises:
+        ValueError: this SGLang does not allow the choice.
+    """
+    if hasattr(runner, "draft_attention_backend"):  # 0.5.18 and later
+        runner.draft_attention_backend = runner.draft_attention_backend or name
+        return
+    arguments = runner.server_args
+    if not hasattr(arguments, "speculative_draft_attention_backend"):
+        raise ValueError(
+            "attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang "
+            f"{versions.installed_version()}; name one with --speculative-draft-attention-backend, for example {name!r}"
+        )
+    if not arguments.speculative_draft_attention_backend:
+        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 record who changes them
+            arguments.override("prefixpack", speculative_draft_attention_backend=name)
+        else:
+            arguments.speculative_draft_attention_backend = name
 
 
 def _warn_of_old(package: str) -> None:
@@ -135,7 +161,3 @@ def graphs_share_metadata(name: str) -> bool:
     objects for each capture and update the newest at a replay.
     """
     return name in _GRAPHS_SHARE_METADATA
-
-
-def is_cpu(runner: Any) -> bool:
-    return str(runner.device).split(":")[0] == "cpu"

@@ -1,4 +1,4 @@
-"""The supported SGLang versions and the differences between them: the only file that knows about versions.
+"""The supported SGLang versions and the differences between them. Those in facts of a server: `server_facts.py`.
 
 Features are probed in the installed code. The version number only decides whether the plug-in registers.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,108 +80,6 @@ def disaggregation_mode() -> str:
     return getattr(server_args(), "disaggregation_mode", None) or "null"
 
 
-def default_attention_backend(runner: Any) -> str | None:
-    """The backend that SGLang chooses for this model and machine by default; None if it cannot tell."""
-    arguments = runner.server_args
-    method = getattr(arguments, "_get_default_attn_backend", None)  # up to 0.5.18
-    if method is not None:
-        return method(runner.use_mla_backend, runner.model_config)
-    try:
-        from sglang.srt.arg_groups.model_override_base import get_default_attn_backend  # 0.5.20 and later
-    except ImportError:
-        return None
-    return get_default_attn_backend(arguments, runner.use_mla_backend, runner.model_config)
-
-
-def architectures(runner: Any) -> list[str]:
-    """Class names in the model's configuration; empty if it has none."""
-    return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
-
-
-def argument(runner: Any, name: str) -> Any:
-    """A server argument as SGLang resolved it; None if this version, or a runner without arguments, lacks it.
-
-    From 0.5.19 on the fields of ServerArgs keep what the user asked for, and decisions lie beside them.
-    """
-    arguments = getattr(runner, "server_args", None)
-    try:
-        from sglang.srt.arg_groups.model_override_base import resolved_view  # 0.5.19 and later
-    except ImportError:
-        return getattr(arguments, name, None)
-    return getattr(resolved_view(arguments), name, None)
-
-
-def backend_names(runner: Any) -> tuple[str | None, str | None]:
-    """Names of the attention backends for prefill and decode of a target model's runner."""
-    shared = argument(runner, "attention_backend")
-    return (
-        argument(runner, "prefill_attention_backend") or shared,
-        argument(runner, "decode_attention_backend") or shared,
-    )
-
-
-def attention_dp_ranks(runner: Any) -> int:
-    """Data-parallel attention groups within the tensor-parallel group; 1 without such groups."""
-    if argument(runner, "enable_dp_attention"):  # up to 0.5.21; later ones resolve it to attn_dp_size
-        return argument(runner, "dp_size") or 1
-    return argument(runner, "attn_dp_size") or 1
-
-
-def attention_ranks(runner: Any) -> int:
-    """Ranks over which the attention heads of one request are spread."""
-    ranks = argument(runner, "tp_size") or 1
-    return max(1, ranks // attention_dp_ranks(runner) // (argument(runner, "attn_cp_size") or 1))
-
-
-def microbatches(runner: Any) -> int:
-    """Batches that a scheduler runs in turn: several in pipeline parallelism."""
-    stages = argument(runner, "pp_size") or 1
-    return stages + (argument(runner, "pp_async_batch_depth") or 0) if stages > 1 else 1
-
-
-def has_decode_context_parallel(runner: Any) -> bool:
-    """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
-    return (argument(runner, "dcp_size") or 1) > 1
-
-
-def has_no_decode_steps(runner: Any) -> bool:
-    """Whether a server only prefills: embeddings and rewards, or the prefill side of disaggregated serving."""
-    generates = getattr(runner.model_config, "is_generation", True) is not False
-    return not generates or argument(runner, "disaggregation_mode") == "prefill"
-
-
-def speculates(runner: Any) -> bool:
-    """Whether the server uses speculative decoding."""
-    algorithm = getattr(runner, "spec_algorithm", None)
-    return algorithm is not None and not algorithm.is_none()
-
-
-def drafts_of(runner: Any) -> int:
-    """Draft tokens of each request in a verify step, the last accepted token included; 1 without speculation."""
-    return (argument(runner, "speculative_num_draft_tokens") or 1) if speculates(runner) else 1
-
-
-def has_draft_chains(runner: Any) -> bool:
-    """Whether the drafts of each request are a chain. NGRAM's need not be, whatever its breadth."""
-    return not runner.spec_algorithm.is_ngram() and (argument(runner, "speculative_eagle_topk") or 1) == 1
-
-
-def has_uniform_drafts(runner: Any) -> bool:
-    """Whether the server's verify steps are of a kind known here, with the same number of drafts in each step.
-
-    With an overlapped plan stream, metadata is made before the drafts are known. With two attention backends, either
-    may get the verify steps.
-    """
-    prefill, decode = backend_names(runner)
-    if prefill != decode:
-        return False
-    algorithm = runner.spec_algorithm
-    known = ("is_eagle", "is_standalone", "is_ngram", "is_dflash")
-    if not any(getattr(algorithm, name, bool)() for name in known) or drafts_of(runner) < 2:
-        return False
-    return not argument(runner, "speculative_adaptive") and not plans_on_another_stream()
-
-
 @functools.cache
 def _committed_len() -> Callable[[Any], int] | None:
     """Reads the committed KV length of a request; None where no bound of its KV follows from that length.
@@ -220,32 +117,6 @@ def plans_on_another_stream() -> bool:
     return variable is not None and bool(variable.get())
 
 
-def has_multimodal_positions(runner: Any) -> bool:
-    """Whether tokens have rotary positions in several dimensions (mrope)."""
-    holder = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner  # since 0.5.16
-    return bool(holder.model_is_mrope)
-
-
-def set_draft_backend(runner: Any, name: str) -> bool:
-    """Makes the steps of a draft model use the stock backend `name` unless the user has chosen one.
-
-    Call it while SGLang builds the draft runner's own backend. Right after that, SGLang builds the backends of the
-    draft's steps from a table of names that lacks ours. Returns whether this SGLang allows the choice.
-    """
-    if hasattr(runner, "draft_attention_backend"):  # 0.5.18 and later
-        runner.draft_attention_backend = runner.draft_attention_backend or name
-        return True
-    arguments = runner.server_args
-    if not hasattr(arguments, "speculative_draft_attention_backend"):
-        return False
-    if not arguments.speculative_draft_attention_backend:
-        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 record who changes them
-            arguments.override("prefixpack", speculative_draft_attention_backend=name)
-        else:
-            arguments.speculative_draft_attention_backend = name
-    return True
-
-
 def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     """Selects the radix tree's Python core where the native core is the default but cannot list paths (0.5.21).
 
@@ -264,24 +135,6 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
-def hides_its_tree(runner: Any) -> bool:
-    """Whether the environment selects a prefix cache that shows no nodes: the C++ tree, or a native core without paths.
-
-    Call it after `ask_for_readable_tree_core`, or for a server where that changes nothing.
-    """
-    from sglang.srt.environ import envs
-
-    cpp = getattr(envs, CPP_TREE_VARIABLE, None)
-    if cpp is not None and cpp.get() and not argument(runner, "radix_cache_backend"):
-        return True
-    core = getattr(envs, TREE_CORE_VARIABLE, None)
-    if core is None or TREE_CORE_VARIABLE not in os.environ or core.get() != "rust":
-        return False
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
-
-    return not hasattr(UnifiedTreeCoreInterface, "collect_path_info")
-
-
 def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
     """Switches off SGLang's graphs of the work before a replay (0.5.19 and later, if asked for).
 
@@ -294,44 +147,6 @@ def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
         return False
     environ[GLUE_VARIABLE] = "0"
     return True
-
-
-def has_other_layers(runner: Any) -> bool:
-    """Whether SGLang wraps ours in a backend of its own, for layers of linear attention or MiniMax's sparse layers."""
-    from sglang.srt.configs.model_config import is_minimax_sparse
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-
-    hf_config = getattr(runner.model_config, "hf_config", None)
-    sparse = hf_config is not None and is_minimax_sparse(hf_config)
-    return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
-
-
-def argument_in_use(runner: Any, off: Mapping[str, Any]) -> str | None:
-    """The first of these server arguments that is on, as `name=value`; None if all are off.
-
-    Args:
-        runner: SGLang's ModelRunner.
-        off: values of the arguments when off. An SGLang without an argument lacks the feature.
-    """
-    for name, value_off in off.items():
-        value = argument(runner, name)
-        if value and value != value_off:
-            return f"{name}={value!r}"
-    return None
-
-
-def mixes_chunks(runner: Any) -> bool:
-    """Whether running requests join prefill steps. SGLang mixes chunks only: not with --chunked-prefill-size -1."""
-    chunk = argument(runner, "chunked_prefill_size")
-    return bool(argument(runner, "enable_mixed_chunk")) and chunk is not None and chunk > 0
-
-
-def waits_for_free_slots(runner: Any) -> bool:
-    """Whether SGLang (0.5.16 and later) admits no request until several slots are free; with DFlash by default."""
-    least = argument(runner, "min_free_slots_delay")
-    if least is None:
-        return str(argument(runner, "speculative_algorithm")).upper() in ("DFLASH", "DSPARK")
-    return bool(least > 1)
 
 
 def matched_tokens(request: Any) -> int:

@@ -21,20 +21,19 @@ from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
-from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import CPU_ENGINE
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales, stock_name
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales, stock_name
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import gpu_name
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.doctor.advice import HEADS_OF_ALL_RANKS, Change
-from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor.planned_server import PlannedServer, planned_server
 from sgl_prefix_attn.sglang_plugin.doctor.stand_in import standing_in
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
-from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape
 from sgl_prefix_attn.sglang_plugin.startup import entry
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
@@ -144,87 +143,84 @@ def _diagnose_once(arguments: Sequence[str], environ: Mapping[str, str]) -> Diag
         server_args = prepare_server_args(list(arguments))
         if hasattr(server_args, "resolve_once"):  # 0.5.20 and later resolve when the server starts
             server_args.resolve_once()
-        runner = planned_runner(server_args)
-        if not is_cpu(runner) and not torch.cuda.is_available():
-            raise RuntimeError(f"the server would run on {runner.device}, but no GPU is visible here")
-        return examine(runner, settings)
+        server = planned_server(server_args)
+        if not server.is_cpu and not torch.cuda.is_available():
+            raise RuntimeError(f"the server would run on {server.device}, but no GPU is visible here")
+        return examine(server, settings)
 
 
-def examine(runner: Any, settings: Settings) -> Diagnosis:
-    """The diagnosis of a runner, without changes."""
-    prefill, decode = backends = versions.backend_names(runner)
-    of_backend = {name: _refusal(runner, name, settings) for name in {prefill, decode}}
+def examine(server: PlannedServer, settings: Settings) -> Diagnosis:
+    """The diagnosis of a server, without changes."""
+    prefill, decode = backends = server.backend_names
+    of_backend = {name: _refusal(server, name, settings) for name in {prefill, decode}}
     steps: dict[str, Answer] = {}
     for mode in MODES:
         name = prefill if mode in ("extend", "mixed") else decode
         found = of_backend[name]
-        steps[mode] = Answer(found) if isinstance(found, Reason) else _step(found, settings, mode, runner, decode)
+        steps[mode] = Answer(found) if isinstance(found, Reason) else _step(found, settings, mode, server, decode)
         if name == trtllm_mha.NAME and steps[mode].reason is None:
             steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.TESTED])))
-    if not eligibility.has_steps(runner, "mixed"):
-        mixed_chunk = versions.argument(runner, "enable_mixed_chunk")
+    if not eligibility.has_steps(server, "mixed"):
+        mixed_chunk = server.argument("enable_mixed_chunk")
         note = "without chunked prefill" if mixed_chunk else "without --enable-mixed-chunk"
         steps["mixed"] = Answer(fallback_reasons.NO_SUCH_STEPS, note)
-    if runner.spec_algorithm.is_none():
+    if not server.speculates:
         steps["verify"] = Answer(fallback_reasons.NO_SUCH_STEPS, "without speculative decoding")
     else:
         steps["decode"] = Answer(fallback_reasons.NO_SUCH_STEPS, "verify steps take their place")
-    if versions.has_no_decode_steps(runner):
+    if server.has_no_decode_steps:
         for mode in ("decode", "mixed", "verify"):
             steps[mode] = Answer(fallback_reasons.NO_SUCH_STEPS, "the server only prefills")
     way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
-        backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device,
-        kernels_of(runner, settings), getattr(runner, "heads_of_all_ranks", False),
+        backends, way, steps, _layers(server, settings, decode), server.architectures, server.device,
+        kernels_of(server, settings), server.heads_of_all_ranks,
     )  # fmt: skip
 
 
-def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | Reason:
+def _refusal(server: PlannedServer, name: str | None, settings: Settings) -> Executor | Reason:
     """The executor behind a backend's name, or the reason why no step runs packed on it."""
     if name == entry.NAME:
-        if runner.use_mla_backend:
+        if server.use_mla_backend:
             return fallback_reasons.MLA
-        stock_of_name = stock_name(runner, settings.stock_backend)
-        executor = eligibility.choose_executor(runner, settings, stock_of_name)
-        if isinstance(executor, Reason):
-            return executor
-        return eligibility.unsupported_at_start(runner, stock_of_name, settings, executor) or executor
+        return eligibility.executor_at_start(server, settings, stock_name(server, settings.stock_backend))
     if name not in settings.wrap:
         return fallback_reasons.NOT_WRAPPED if name in WRAPPABLE else fallback_reasons.NOT_WRAPPABLE
-    refusal = eligibility.wrap_refusal(runner, name, _stock(runner, name), settings)
-    return refusal or eligibility.choose_executor(runner, settings, name)
+    refusal = eligibility.wrap_refusal(server, name, _stock(server, name), settings)
+    return refusal or eligibility.choose_executor(server, settings, name)
 
 
-def _stock(runner: Any, name: str) -> Any:
+def _stock(server: PlannedServer, name: str) -> Any:
     """An object that stands for a stock backend; of SGLang's class where the checks ask it something."""
     if name != trtllm_mha.NAME:
         return type(eligibility.STOCK_CLASSES[name], (), {})()
     from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
     stock = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
-    stock.page_size, stock.data_type = runner.page_size, runner.kv_cache_dtype
+    stock.page_size, stock.data_type = server.page_size, server.kv_cache_dtype
     return stock
 
 
-def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
+def _step(executor: Executor, settings: Settings, mode: Any, server: PlannedServer, decode: str | None) -> Answer:
     reason = eligibility.why_stock(executor, settings, mode)
     if mode == "mixed" and reason is None and executor.judges_mixed:
         return Answer(None, f"if {mixed.RULE}")
     fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
     routed = reason is None and not fixed and (mode == "decode" or (mode == "verify" and executor.kernels != "cpu"))
-    return Answer(reason, _route(executor, runner, settings, decode, mode) if routed else "")
+    return Answer(reason, _route(executor, server, settings, decode, mode) if routed else "")
 
 
-def _route(executor: Executor, runner: Any, settings: Settings, decode: str | None, mode: str) -> str:
+def _route(executor: Executor, server: PlannedServer, settings: Settings, decode: str | None, mode: str) -> str:
     """What decides about each decode or verify step on a GPU."""
     if settings.route != "auto":
         return f"if {settings.route}"
     if mode == "decode" and settings.route_profile is not None:
         return f"where the profile {settings.route_profile} predicts the shorter time"
-    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
+    name = stock_name(server, settings.stock_backend) if decode == entry.NAME else str(decode)
     gpu, capability = gpu_name()
-    shape = next((layer_shape(layer, runner.kv_cache_dtype) for layer in runner.model), None)
+    kv = server.kv_cache_dtype
+    shape = next((layer_shape(layer, kv) for layer in attention_layers(server.model) if kv is not None), None)
     if mode == "verify":
         if shape is None:
             return ""
@@ -232,18 +228,18 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
         return f"if {verify.rule(policy, executor.kernels)}"
     if shape is not None:
         kernel = stock_kernel(name, shape, None)
-        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, kernel, runner.page_size)
+        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, kernel, server.page_size)
         found = ProfileStore.read().find(facts)
         if found is not None:
             return f"where the {found.stored} of the {gpu} predicts the shorter time"
     return f"without a routing profile for the {gpu}: if {conservative.rule(executor.kernels)}"
 
 
-def kernels_of(runner: Any, settings: Settings) -> str | None:
-    """The kernels of packed steps on a runner's GPU, and why not others; None on a CPU."""
-    if is_cpu(runner):
+def kernels_of(server: PlannedServer, settings: Settings) -> str | None:
+    """The kernels of packed steps on a server's GPU, and why not others; None on a CPU."""
+    if server.is_cpu:
         return None
-    device = torch.device(str(runner.device))
+    device = torch.device(server.device)
     chosen = choose_kernels(settings.gpu_kernels, device)
     if isinstance(chosen, Refused):
         return f"none: {chosen.detail}"
@@ -253,16 +249,16 @@ def kernels_of(runner: Any, settings: Settings) -> str | None:
     return chosen.name + why + ("" if gpu.is_fitted else f". The planner's figures: {gpu.origin()}")
 
 
-def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:
+def _layers(server: PlannedServer, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:
     """The kinds of layers in a packed step, as the layer registry judges them, whether or not there are such steps."""
-    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
-    made = eligibility.device_executor(runner, settings, name)
+    name = stock_name(server, settings.stock_backend) if decode == entry.NAME else str(decode)
+    made = eligibility.device_executor(server, settings, name)
     why_all_stock = made if isinstance(made, Reason) else None
-    executor = CpuExecutor(runner, settings) if isinstance(made, Reason) else made
-    registry = LayerRegistry(runner, executor, Counters(), why_all_stock, knows_kv_scales(name))
-    by_id = {layer.layer_id: layer for layer in runner.model}
+    executor = CpuExecutor(server, settings) if isinstance(made, Reason) else made
+    registry = LayerRegistry(server, executor, Counters(), why_all_stock, knows_kv_scales(name))
+    by_id = {layer.layer_id: layer for layer in attention_layers(server.model)}
     described = []
-    for kind in runner.layer_kinds:
+    for kind in server.layer_kinds:
         if kind.layers:
             layer = by_id[kind.layers[0]]
             heads = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads, head_dim {kind.head_dim}"

@@ -13,7 +13,7 @@ from sgl_prefix_attn.core.draft_tables import visible_words
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import DTYPES, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
@@ -26,7 +26,6 @@ class CpuExecutor:
     """Runs plans with the CPU kernels; see `Executor`.
 
     Args:
-        runner: SGLang's ModelRunner.
         settings: settings in force.
     """
 
@@ -35,12 +34,12 @@ class CpuExecutor:
     reads_trees = True
     judges_mixed = False
 
-    def __init__(self, runner: Any, settings: Settings) -> None:
+    def __init__(self, facts: ServerFacts, settings: Settings) -> None:
         self.planners: list[Planner] = []
-        self.drafts = versions.drafts_of(runner)
-        self._speculates = versions.speculates(runner)
+        self.drafts = facts.drafts
+        self._speculates = facts.speculates
         self._settings = settings
-        self._req_to_token_pool = runner.req_to_token_pool
+        self._req_to_token_pool = facts.req_to_token_pool
         self._workspace = PartialWorkspace()
         # The present step's.
         self._seq_lens: torch.Tensor

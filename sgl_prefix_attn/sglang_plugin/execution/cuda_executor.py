@@ -27,7 +27,7 @@ from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.execution.buffer_sizes import LargestSteps, step_limits
 from sgl_prefix_attn.sglang_plugin.execution.drafts import packs_by_default, why_no_packed_verify
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
@@ -70,7 +70,6 @@ class CudaExecutor:
     """Runs plans on one CUDA device; see `Executor`.
 
     Args:
-        runner: SGLang's ModelRunner.
         settings: settings in force.
         kernels: the kernels to run.
         stock: the stock backend's name.
@@ -78,27 +77,27 @@ class CudaExecutor:
 
     runs_in_graphs = True
 
-    def __init__(self, runner: Any, settings: Settings, kernels: Kernels, stock: str) -> None:
+    def __init__(self, facts: ServerFacts, settings: Settings, kernels: Kernels, stock: str) -> None:
         self.planners: list[Planner] = []
         self.kernels = kernels.name
         self.reads_trees = kernels.reads_trees
-        self.drafts = versions.drafts_of(runner)
-        self._speculates = versions.speculates(runner)
-        self._no_verify = why_no_packed_verify(runner, kernels.reads_trees)
-        if settings.pack_verify == "auto":
-            by_default = packs_by_default(runner, kernels.name, stock)
-            why_not = fallback_reasons.SPECULATIVE if settings.pack_decode else fallback_reasons.DISABLED
-            self._no_verify = self._no_verify or (None if by_default and settings.pack_decode else why_not)
+        self.drafts = facts.drafts
+        self._speculates = facts.speculates
         self._settings = settings
         self._kernels = kernels
-        self._model_dtype = runner.dtype
-        self._req_to_token_pool = runner.req_to_token_pool
+        self._model_dtype = facts.dtype
+        self._req_to_token_pool = facts.req_to_token_pool
         # Not where `route` switches packing off.
         judges = settings.pack_mixed == "auto" and settings.policy.fixed != "stock"
-        self.judges_mixed = judges and _may_gain_in_mixed(runner, kernels)
+        self.judges_mixed = judges and _may_gain_in_mixed(facts, kernels)
         packs_mixed = settings.pack_mixed is True and not self._speculates
         self._packs_prefill = settings.pack_extend is True or packs_mixed
-        self._prefill_tokens = _most_prefill_tokens(runner) if self._packs_prefill or self.judges_mixed else 0
+        self._prefill_tokens = _most_prefill_tokens(facts) if self._packs_prefill or self.judges_mixed else 0
+        self._no_verify = why_no_packed_verify(facts, kernels.reads_trees)
+        if settings.pack_verify == "auto":
+            by_default = packs_by_default(facts, kernels.name, stock)
+            why_not = fallback_reasons.SPECULATIVE if settings.pack_decode else fallback_reasons.DISABLED
+            self._no_verify = self._no_verify or (None if by_default and settings.pack_decode else why_not)
         # Tokens that a tail may grow under one plan: the planner replans at `replan_growth`, but sees few steps.
         self._growth = settings.replan_growth + STEPS_BETWEEN_PLANS
         self._graph_batch = 0
@@ -327,15 +326,15 @@ def _matching_host_lens(forward_batch: Any, handed: Handed, count: int) -> Int64
     return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
 
 
-def _may_gain_in_mixed(runner: Any, kernels: Kernels) -> bool:
+def _may_gain_in_mixed(facts: ServerFacts, kernels: Kernels) -> bool:
     """Whether a server has mixed steps that packing was measured to speed up: not with masks of images, nor
     with drafts."""
-    masked = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
-    mixes = versions.mixes_chunks(runner)  # else buffers for the longest context would be for nothing
-    return kernels.name == "native" and mixes and not masked and not versions.speculates(runner)
+    masked = facts.masks_images
+    mixes = facts.mixes_chunks  # else buffers for the longest context would be for nothing
+    return kernels.name == "native" and mixes and not masked and not facts.speculates
 
 
-def _most_prefill_tokens(runner: Any) -> int:
+def _most_prefill_tokens(facts: ServerFacts) -> int:
     """Query tokens of the largest prefill step."""
-    chunk = versions.argument(runner, "chunked_prefill_size")
-    return int(chunk) if chunk and chunk > 0 else int(runner.req_to_token_pool.req_to_token.shape[1])
+    chunk = facts.argument("chunked_prefill_size")
+    return int(chunk) if chunk and chunk > 0 else int(facts.req_to_token_pool.req_to_token.shape[1])

@@ -15,6 +15,7 @@ from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.gpu import current_gpu
 from sgl_prefix_attn.routing import verify
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape, unsupported_layer
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
@@ -25,40 +26,38 @@ def is_chain(info: Any) -> bool:
     return getattr(info, "topk", None) == 1
 
 
-def why_no_packed_verify(runner: Any, reads_trees: bool) -> Reason | None:
+def why_no_packed_verify(facts: ServerFacts, reads_trees: bool) -> Reason | None:
     """The reason why a GPU server's verify steps cannot run packed, None if they can or if it has none.
 
     A packed graph has no fallback for a step whose drafts no kernel can tell apart, so this is known beforehand.
 
     Args:
-        runner: SGLang's ModelRunner.
         reads_trees: whether kernels read masks of visible drafts.
     """
-    if not versions.speculates(runner):
+    if not facts.speculates:
         return None
-    if not versions.has_uniform_drafts(runner):
+    if not facts.has_uniform_drafts:
         return fallback_reasons.SPECULATIVE
-    drafts = versions.drafts_of(runner)
-    if versions.has_draft_chains(runner) or (reads_trees and drafts <= MOST_TREE_DRAFTS):
+    drafts = facts.drafts
+    if facts.has_draft_chains or (reads_trees and drafts <= MOST_TREE_DRAFTS):
         return None
     return fallback_reasons.SPECULATIVE_TREE
 
 
-def packs_by_default(runner: Any, kernels: str, stock: str) -> bool:
+def packs_by_default(facts: ServerFacts, kernels: str, stock: str) -> bool:
     """Whether verify steps of a GPU server run packed without a setting.
 
     Drafts are chains, and `routing.verify` was measured on this GPU for all layers. SGLang bounds the lengths of such
     steps in host memory. Otherwise each one would wait for the device.
 
     Args:
-        runner: SGLang's ModelRunner, with its model.
         kernels: name of the packed ones.
         stock: the stock backend's name.
     """
-    if not versions.speculates(runner) or not versions.has_draft_chains(runner) or not versions.keeps_committed_lens():
+    if not facts.speculates or not facts.has_draft_chains or not versions.keeps_committed_lens():
         return False
-    drafts, dtype = versions.drafts_of(runner), runner.kv_cache_dtype
-    layers = [layer for layer in attention_layers(runner.model) if unsupported_layer(layer) is None]
+    drafts, dtype = facts.drafts, facts.kv_cache_dtype
+    layers = [layer for layer in attention_layers(facts.model) if unsupported_layer(layer) is None]
     if not layers or dtype is None:
         return False
     gpu, shapes = current_gpu().name, {layer_shape(layer, dtype) for layer in layers}

@@ -1,4 +1,4 @@
-"""The attention layers of one model runner: which of them run packed, and with which shape index."""
+"""The attention layers of one model: which of them run packed, and with which shape index."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import (
     FP8,
@@ -44,10 +45,9 @@ class LayerRegistry:
     """Examines each layer once: before the first step if the model shows its layers, else in the layer's first call.
 
     Args:
-        runner: SGLang's ModelRunner.
         executor: runs packed layers; allocates the buffers of each attention shape.
         counters: process totals; they include the planners of these layers.
-        why_all_stock: the reason why no layer of this runner ever runs packed, None if some may.
+        why_all_stock: the reason why no layer of this server ever runs packed, None if some may.
         knows_kv_scales: whether the stock backend stores fp8 KV divided by the layer's scales.
 
     Attributes:
@@ -59,13 +59,17 @@ class LayerRegistry:
     """
 
     def __init__(
-        self, runner: Any, executor: Executor, counters: Counters, why_all_stock: Reason | None, knows_kv_scales: bool
+        self,
+        facts: ServerFacts,
+        executor: Executor,
+        counters: Counters,
+        why_all_stock: Reason | None,
+        knows_kv_scales: bool,
     ) -> None:
         self.why_all_stock = why_all_stock
         self.scanned = False
         self.has_stock_layers = False
-        self._runner = runner
-        self._pool = runner.token_to_kv_pool
+        self._model, self._pool = facts.model, facts.token_to_kv_pool
         self._executor = executor
         self._counters = counters
         self._knows_kv_scales = knows_kv_scales
@@ -91,7 +95,7 @@ class LayerRegistry:
         """Examines the layers that the model shows, so that their buffers exist before the first forward."""
         self.scanned = True
         try:
-            for layer in attention_layers(getattr(self._runner, "model", None)):
+            for layer in attention_layers(self._model):
                 self.facts(layer)
         finally:
             self._executor.seal()
@@ -147,6 +151,14 @@ class LayerRegistry:
         if reason is None and self._has_scales(k_cache) and kv_scales(layer) is None:
             reason = fallback_reasons.KV_SCALES
         return reason
+
+    def judged(self) -> list[tuple[Any, Reason | None]]:
+        """The layers that the model shows, each with the reason why it cannot run packed. Allocates nothing."""
+        return [(layer, self.unsupported_reason(layer)) for layer in attention_layers(self._model)]
+
+    def unsupported_model(self) -> Reason | None:
+        """The reason why no layer runs packed, None if one may or if the model does not show its layers."""
+        return common_reason({reason for _, reason in self.judged()})
 
     def _has_scales(self, k_cache: torch.Tensor) -> bool:
         return self._knows_kv_scales and k_cache.dtype is FP8

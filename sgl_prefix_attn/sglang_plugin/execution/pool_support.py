@@ -43,11 +43,6 @@ def unsupported_pool(pool: Any) -> Reason | None:
     return None if getattr(pool, "kv_cache_layout", "nhd") == "nhd" else fallback_reasons.KV_LAYOUT
 
 
-def names_virtual_slots(runner: Any) -> bool:
-    """Whether SGLang translates the entries of `req_to_token` before attention reads them (0.5.19 and later)."""
-    return bool(getattr(getattr(runner, "kv_index_translator", None), "is_translating", False))
-
-
 def unsupported_slots(pool: Any, layer: Any) -> Reason | None:
     """The reason why `req_to_token` does not name the slots of a layer's KV, None if it does.
 

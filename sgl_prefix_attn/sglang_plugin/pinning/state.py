@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
@@ -103,7 +104,8 @@ class PinningState:
         """Updates the metrics; the first call makes them, where SGLang and the settings want any."""
         self._steps = 0
         if self.metrics is None and self.settings.metrics:
-            exporter = MetricsExporter.for_runner(scheduler.tp_worker.model_runner)
+            facts = ServerFacts.of(scheduler.tp_worker.model_runner)
+            exporter = MetricsExporter.of_server(facts.server_args, facts.ranks)
             self.metrics = None if exporter is None else PinningMetrics(exporter.labels)
         if self.metrics is not None:
             self.metrics.update(manager.counters)

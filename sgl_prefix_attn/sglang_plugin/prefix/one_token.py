@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # Server arguments with which a one-token prefill is more than a decode step, and their values when off. An SGLang
@@ -50,24 +51,17 @@ _EXTEND_FIELDS: Final = (
 )
 
 
-def why_none_decodes(runner: Any) -> str | None:
-    """Why no step of a server becomes a decode step, in words; None if some may.
-
-    Args:
-        runner: SGLang's ModelRunner.
-    """
-    argument, model = versions.argument_in_use(runner, _ARGUMENTS), runner.model_config
-    if argument is not None:
-        return argument
-    if not model.is_generation:
-        return "the model generates no text"
-    if model.is_encoder_decoder:
-        return "an encoder-decoder model"
-    if versions.has_multimodal_positions(runner):
-        return "a model with multimodal rotary positions"
-    if versions.has_other_layers(runner):
-        return "a model with layers of linear or sparse attention"
-    return None
+def why_none_decodes(facts: ServerFacts) -> str | None:
+    """Why no step of a server becomes a decode step, in words; None if some may."""
+    argument = facts.argument_in_use(_ARGUMENTS)
+    found = (
+        (argument is not None, argument),
+        (not facts.is_generation, "the model generates no text"),
+        (facts.is_encoder_decoder, "an encoder-decoder model"),
+        (facts.model_is_mrope, "a model with multimodal rotary positions"),
+        (facts.has_other_layers, "a model with layers of linear or sparse attention"),
+    )
+    return next((why_not for applies, why_not in found if applies), None)
 
 
 class OneTokenSteps:

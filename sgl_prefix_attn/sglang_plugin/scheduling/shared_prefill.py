@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 
@@ -54,18 +55,14 @@ _ARGUMENTS: Final[dict[str, Any]] = {
 }
 
 
-def why_none_waits(runner: Any) -> str | None:
-    """Why requests of a server do not wait for each other, in words; None if they may.
-
-    Args:
-        runner: SGLang's ModelRunner.
-    """
-    argument = versions.argument_in_use(runner, _ARGUMENTS)
+def why_none_waits(facts: ServerFacts) -> str | None:
+    """Why requests of a server do not wait for each other, in words; None if they may."""
+    argument = facts.argument_in_use(_ARGUMENTS)
     if argument is not None:
         return argument
-    if versions.has_other_layers(runner):
+    if facts.has_other_layers:
         return "a model with layers of linear or sparse attention"
-    if versions.waits_for_free_slots(runner):  # the slots of those that wait would stay idle until more are free
+    if facts.waits_for_free_slots:  # the slots of those that wait would stay idle until more are free
         return "min_free_slots_delay, which DFlash sets"
     return None
 

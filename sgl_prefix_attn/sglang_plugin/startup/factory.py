@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import Any
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, set_draft_backend, stock_name
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
@@ -34,19 +37,19 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         ValueError: an MLA model; a stock backend that cannot work here; a draft model whose backend cannot be chosen;
             or a `route_profile` that is not a profile.
     """
-    version = versions.installed_version()
-    if runner.use_mla_backend:
+    facts = ServerFacts.of(runner)
+    if facts.use_mla_backend:
         raise ValueError(
             "attention backend 'prefixpack' does not support models with multi-head latent attention (MLA); start "
             "SGLang with another --attention-backend for this model"
         )
-    name = stock_name(runner, settings.stock_backend)
-    if runner.is_draft_worker:
-        give_stock_backend_to_draft(runner, name, version)
-    executor = eligibility.make_executor(runner, settings, name)
-    if not isinstance(executor, Reason):
-        executor = eligibility.unsupported_at_start(runner, name, settings, executor) or executor
-    state, missing = connect(runner, settings, name, packs=not isinstance(executor, Reason))
+    name = stock_name(facts, settings.stock_backend)
+    if facts.is_draft_worker:
+        set_draft_backend(runner, name)
+    executor = eligibility.out_of_graphs(eligibility.executor_at_start(facts, settings, name))
+    state = plugin_state.of_process(settings, versions.installed_version())
+    state.serve(facts)
+    missing = connect(state, facts, settings, name, packs=not isinstance(executor, Reason))
     log_missing(missing, state)
     stock = build_stock(runner, name)
     if set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
@@ -54,9 +57,9 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if isinstance(executor, Reason):
         level = logging.INFO if executor in _EXPECTED else logging.WARNING
         logger.log(level, "prefixpack: all steps of this backend run on the stock backend: %s", executor.text)
-        return StockOnlyBackend(runner, stock, state, executor)
-    backend = PrefixPackBackend(runner, stock, state, executor)
-    hook_verify_steps(runner, backend, state)
+        return StockOnlyBackend(facts, stock, state, executor)
+    backend = PrefixPackBackend(facts, stock, state, executor)
+    hook_verify_steps(backend, state)
     return backend
 
 
@@ -74,17 +77,22 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
     """
     error = None
     try:
-        reason = eligibility.wrap_refusal(runner, name, stock, settings)
+        facts = ServerFacts.of(runner)
+        reason = eligibility.wrap_refusal(facts, name, stock, settings)
         if reason is None:
-            state, missing = connect(runner, settings, name, wraps=True)
-            if not set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
-                backend = PrefixPackBackend(runner, stock, state, wraps=name)
-                hook_verify_steps(runner, backend, state)
+            state = plugin_state.of_process(settings, versions.installed_version())
+            state.serve(facts)
+            missing = connect(state, facts, settings, name, wraps=True)
+            unhooked = set(missing) & set(hook_table.handover_hooks(state.handover_hooks))
+            executor = fallback_reasons.HOOKS_MISSING if unhooked else eligibility.make_executor(facts, settings, name)
+            if not isinstance(executor, Reason):
+                backend = PrefixPackBackend(facts, stock, state, executor, wraps=name)
+                hook_verify_steps(backend, state)
                 logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
                 if name == trtllm_mha.NAME:
                     logger.warning("prefixpack: %s", trtllm_mha.TESTED)
                 return backend
-            reason = fallback_reasons.HOOKS_MISSING
+            reason = executor
     except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us
         reason, error = fallback_reasons.FAILED, raised
     _deactivate_hooks()
@@ -121,8 +129,8 @@ def _log_refusal(name: str, reason: Reason, error: Exception | None) -> None:
 
 
 def connect(
-    runner: Any, settings: Settings, name: str, *, wraps: bool = False, packs: bool = True
-) -> tuple[plugin_state.PluginState, list[hooks.Hook]]:
+    state: PluginState, facts: ServerFacts, settings: Settings, name: str, *, wraps: bool = False, packs: bool = True
+) -> list[hooks.Hook]:
     """Makes this process hand request paths to our backends.
 
     Args:
@@ -131,30 +139,30 @@ def connect(
         wraps: whether SGLang knows the backend by that name; what it decides by the name is right then.
 
     Returns:
-        The state of the process, and the hooks that could not be applied.
+        The hooks that could not be applied.
     """
-    version = versions.installed_version()
-    state = plugin_state.of_process(settings, version)
-    handover = state.serve(runner)
+    assert state.handover is not None, "PluginState.serve comes first"
+    has_effect = functools.partial(_has_effect, state, facts)
     wanted = hook_table.OTHER_HOOKS
     wanted += hook_table.handover_hooks(state.handover_hooks) if packs else ()
-    if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
+    if not facts.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-        if packs and runs_one_token_steps(runner, state):
-            handover.run_one_token_steps()
-        if shares_prefills(runner, state, packs):
+        if packs and state.settings.one_token_steps and has_effect("one_token_steps", one_token.why_none_decodes):
+            state.handover.run_one_token_steps()
+        shares = state.settings.shared_prefill if packs else state.settings.shared_prefill is True
+        if shares and has_effect("shared_prefill", shared_prefill.why_none_waits):
             prefills = state.own(SharedPrefill, state.counters)
             prefills.active = True
             wanted += hook_table.shared_prefill_hooks(prefills)
-    if is_cpu(runner) and not wraps:
+    if facts.is_cpu and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
-    elif packs and not is_cpu(runner) and settings.policy.fixed is None:
+    elif packs and not facts.is_cpu and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
-    if not wraps and masks_images(runner, name, settings):
+    if not wraps and masks_images(facts, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.hooks_for(settings, state)
     missing = hooks.ensure_applied(wanted)
@@ -162,20 +170,20 @@ def connect(
         logger.warning(
             "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
             "Python core (%s=python)",
-            version,
+            state.sglang_version,
             versions.TREE_CORE_VARIABLE,
         )
-    logger.info("prefixpack: stock backend %s, SGLang %s", name, version)
-    return state, missing
+    logger.info("prefixpack: stock backend %s, SGLang %s", name, state.sglang_version)
+    return missing
 
 
-def hook_verify_steps(runner: Any, backend: PrefixPackBackend, state: plugin_state.PluginState) -> None:
+def hook_verify_steps(backend: PrefixPackBackend, state: PluginState) -> None:
     """Makes paths reach verify steps that run in graphs, where the backend packs such steps."""
-    if versions.speculates(runner) and backend.checks_drafts_in_graphs:
+    if backend.checks_drafts_in_graphs:
         log_missing(hooks.ensure_applied(hook_table.verify_hooks(state.handover_hooks)), state)
 
 
-def log_missing(missing: list[hooks.Hook], state: plugin_state.PluginState) -> None:
+def log_missing(missing: list[hooks.Hook], state: PluginState) -> None:
     """Logs and records the consequence of each hook that could not be applied."""
     for hook in missing:
         path, version = hook.target.path, state.sglang_version
@@ -183,44 +191,11 @@ def log_missing(missing: list[hooks.Hook], state: plugin_state.PluginState) -> N
         state.counters.failures.switch_off(path, f"the hook is missing: {hook.consequence}")
 
 
-def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
-    """Makes SGLang run the steps of a draft model on the stock backend, unless the user has named another."""
-    if not versions.set_draft_backend(runner, name):
-        raise ValueError(
-            f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
-            f"with --speculative-draft-attention-backend, for example {name!r}"
-        )
-
-
-def runs_one_token_steps(runner: Any, state: plugin_state.PluginState) -> bool:
-    """Whether the server runs one-token steps; logs why not, as a warning if they are asked for."""
-    if not state.settings.one_token_steps:
-        return False
-    return _has_effect("one_token_steps", state, _asked(one_token.why_none_decodes, runner))
-
-
-def shares_prefills(runner: Any, state: plugin_state.PluginState, packs: bool) -> bool:
-    """Whether requests of the server wait for each other's prefills; logs why not, as a warning if it is asked for.
-
-    Args:
-        packs: whether any step of this backend may run packed.
-    """
-    wanted = state.settings.shared_prefill
-    if not wanted or (wanted == "auto" and not packs):
-        return False
-    return _has_effect("shared_prefill", state, _asked(shared_prefill.why_none_waits, runner))
-
-
-def _asked(why_not: Callable[[Any], str | None], runner: Any) -> str | None:
-    """What `why_not` says of a runner."""
-    try:
-        return why_not(runner)
-    except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
-        return str(error)
-
-
-def _has_effect(setting: str, state: plugin_state.PluginState, why_not: str | None) -> bool:
-    """Whether `why_not` is None; otherwise records it, and warns of it if the setting is on and not just "auto"."""
+def _has_effect(
+    state: PluginState, facts: ServerFacts, setting: str, why_none: Callable[[ServerFacts], str | None]
+) -> bool:
+    """Whether a setting that is on has an effect on this server; logs why not, as a warning if it is not "auto"."""
+    why_not = why_none(facts)
     if why_not is not None:
         state.counters.failures.switch_off(setting, why_not)
         level = logging.WARNING if getattr(state.settings, setting) is True else logging.INFO
@@ -228,9 +203,9 @@ def _has_effect(setting: str, state: plugin_state.PluginState, why_not: str | No
     return why_not is None
 
 
-def masks_images(runner: Any, name: str, settings: Settings) -> bool:
+def masks_images(facts: ServerFacts, name: str, settings: Settings) -> bool:
     """Whether images of the model have attention masks of their own that the stock backend reads."""
-    if name != gemma3_image_mask.BACKEND or gemma3_image_mask.ARCHITECTURE not in versions.architectures(runner):
+    if name != gemma3_image_mask.BACKEND or gemma3_image_mask.ARCHITECTURE not in facts.architectures:
         return False
     if settings.pack_extend is True:
         logger.warning(

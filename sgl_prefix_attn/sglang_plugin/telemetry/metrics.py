@@ -151,12 +151,19 @@ class MetricsExporter:
         self._metrics = MetricSet(METRICS, self.labels, self.registry)
 
     @classmethod
-    def for_runner(cls, runner: Any) -> MetricsExporter | None:
-        """The exporter of a model runner's process; None if the server, or this rank, exports no metrics."""
-        arguments = runner.server_args
+    def of_server(cls, arguments: Any, ranks: Any) -> MetricsExporter | None:
+        """The exporter of this process; None if the server, or this rank, exports no metrics.
+
+        Args:
+            arguments: SGLang's ServerArgs.
+            ranks: what holds this process's ranks; None from 0.5.21 on, when SGLang's context does.
+        """
         if not getattr(arguments, "enable_metrics", False):
             return None
-        ranks = _ranks(runner)
+        if ranks is None:
+            from sglang.srt.runtime_context import get_parallel
+
+            ranks = get_parallel()
         tp_rank = int(getattr(ranks, "tp_rank", 0) or 0)
         if not _exports(ranks, tp_rank) and not getattr(arguments, "enable_metrics_for_all_schedulers", False):
             return None
@@ -219,13 +226,3 @@ def _exports(ranks: Any, tp_rank: int) -> bool:
     if rank is None:  # a runner of 0.5.14
         return tp_rank == 0
     return rank == 0 and not getattr(ranks, "attn_cp_rank", 0)
-
-
-def _ranks(runner: Any) -> Any:
-    """The holder of this process's ranks: the runner up to 0.5.14, then its `ps`, from 0.5.21 SGLang's context."""
-    for holder in (getattr(runner, "ps", None), runner):
-        if hasattr(holder, "tp_rank"):
-            return holder
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()

@@ -22,10 +22,8 @@ class TestEligibility:
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
 
     def executor(self, **arguments: Any) -> Any:
-        runner = decode().runner
-        runner.device = "cuda"
-        vars(runner.server_args).update(arguments)
-        return eligibility.make_executor(runner, Settings(), "")
+        fixture = decode(device="cuda", server_args=SimpleNamespace(**arguments))
+        return eligibility.make_executor(fixture.facts, Settings(), "")
 
     def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(self, monkeypatch, caplog):
         from sglang.srt.environ import envs

@@ -22,6 +22,7 @@ from sgl_prefix_attn.sglang_plugin.startup import factory, hook_table
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels
+from tests.support.server_facts import server_facts
 
 # The tokens 1 to 3 of five are an image's.
 TOKENS, IMAGE = 5, (1, 3)
@@ -84,8 +85,8 @@ def test_the_hook_sits_where_the_model_calls() -> None:
 
 
 def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"]))
-    assert not factory.masks_images(SimpleNamespace(model_config=config), "triton", Settings(pack_extend=True))
+    facts = server_facts(hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"]))
+    assert not factory.masks_images(facts, "triton", Settings(pack_extend=True))
     assert "with pack_extend, tokens of an image do not see those that come after them" in caplog.text
 
 
@@ -105,5 +106,5 @@ def test_wrap_mode_refuses_packed_prefill_of_such_a_model(packs, monkeypatch):
     model = torch.nn.ModuleList(fixture.layers)
     model.prepare_attn_masks = None
     fixture.runner.device, fixture.runner.model = "cuda", model
-    reason = eligibility.wrap_refusal(fixture.runner, "triton", triton_backend(), Settings(**packs))
+    reason = eligibility.wrap_refusal(fixture.facts, "triton", triton_backend(), Settings(**packs))
     assert reason == (fallback_reasons.IMAGE_MASKS if packs else None)

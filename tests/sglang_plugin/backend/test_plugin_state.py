@@ -14,14 +14,14 @@ from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
 
 def another(fixture: Fixture) -> PrefixPackBackend:
-    return PrefixPackBackend(fixture.runner, fixture.stock, fixture.state)
+    return PrefixPackBackend(fixture.facts, fixture.stock, fixture.state)
 
 
 def test_a_record_lives_as_long_as_its_backend() -> None:
     fixture = Fixture(SHARED, LENGTHS)
     second = another(fixture)
     assert list(fixture.state.backends) == [fixture.backend, second]
-    assert fixture.state.serve(fixture.runner) is fixture.handover  # one for all backends
+    assert fixture.state.serve(fixture.facts) is fixture.handover  # one for all backends
     del second
     gc.collect()
     assert list(fixture.state.backends) == [fixture.backend]

@@ -31,9 +31,9 @@ def test_a_server_without_a_backend_of_ours_tells_what_is_off(monkeypatch: pytes
     """The settings asked for group scheduling alone."""
     plugin_state.reset()
     state = plugin_state.of_process(Settings(group_scheduling=True), "0.5.20")
-    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None))
+    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device="cpu", dtype=None)))
     exporter = Mock()
-    monkeypatch.setattr(plugin_state.MetricsExporter, "for_runner", lambda runner: exporter)
+    monkeypatch.setattr(plugin_state.MetricsExporter, "of_server", lambda arguments, ranks: exporter)
     try:
         for result in (answer(), None):  # of get_internal_state and on_idle
             assert server_info.tell_without_backend(result, scheduler) is None

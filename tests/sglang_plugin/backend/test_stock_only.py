@@ -26,9 +26,7 @@ ODD_HEADS = 24
 
 def hidden(**options: Any) -> Fixture:
     """A model of unsupported layers that it does not show: they are known after a step has called them."""
-    fixture = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS, **options)
-    fixture.runner.model = None
-    return fixture
+    return Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS, model=None, **options)
 
 
 def grown(fixture: Fixture) -> None:
@@ -101,8 +99,7 @@ def test_buffers_without_memory_end_packing_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
-    fixture = Fixture(SHARED, LENGTHS)
-    fixture.runner.model = None
+    fixture = Fixture(SHARED, LENGTHS, model=None)
     fixture.layers[0].logit_cap, fixture.layers[0].logit_capping_method = 30.0, "rational"
     run_steps(fixture, 3)
     assert not bypassed(fixture.backend)
@@ -112,7 +109,7 @@ def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
 def test_another_backend_that_packs_keeps_the_hooks() -> None:
     """Prefill and decode have backends of their own."""
     fixture = hidden()
-    second = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
+    second = PrefixPackBackend(fixture.facts, fixture.make_stock(), fixture.state)
     run_steps(fixture, 2)
     assert fixture.state.handover_hooks.active is fixture.handover
     assert not bypassed(fixture.backend)
@@ -125,7 +122,7 @@ def test_another_backend_that_packs_keeps_the_hooks() -> None:
 def test_a_backend_that_comes_later_and_may_pack_gets_paths() -> None:
     fixture = hidden()
     run_steps(fixture, 2)
-    later = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
+    later = PrefixPackBackend(fixture.facts, fixture.make_stock(), fixture.state)
     assert fixture.state.handover_hooks.active is fixture.handover
     assert fixture.state.why_stock("decode") is None
     assert not bypassed(later)

@@ -18,6 +18,7 @@ from sgl_prefix_attn.sglang_plugin.compat import targets, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.startup import entry, hook_table
 from tests.support.pages import ROOT
+from tests.support.server_facts import server_facts
 
 
 @pytest.mark.parametrize("version", ["0.5.13", "0.5.12.post1", "0.5.14rc1", "0.5.99", "0.6.0", "unknown"])
@@ -55,8 +56,8 @@ def test_others_are_accepted_when_allowed(version: str) -> None:
     ],
 )
 def test_ranks_of_attention(arguments: dict[str, int], dp: int, ranks: int) -> None:
-    runner = SimpleNamespace(server_args=SimpleNamespace(**arguments))
-    assert (versions.attention_dp_ranks(runner), versions.attention_ranks(runner)) == (dp, ranks)
+    facts = server_facts(**arguments)
+    assert (facts.attention_dp_ranks, facts.attention_ranks) == (dp, ranks)
 
 
 class TestCommittedLengths:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,15 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.routing import conservative, verify
 from sgl_prefix_attn.settings import Settings, load_settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
-from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor import planned_server
 from sgl_prefix_attn.sglang_plugin.doctor.advice import HEADS_OF_ALL_RANKS, Change, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
@@ -38,6 +40,7 @@ from tests.sglang_plugin.execution.test_kernel_set import gpu
 from tests.sglang_plugin.fixture import hides_trees
 from tests.sglang_plugin.gpu_fixture import host_kernels
 from tests.support.pages import documented
+from tests.support.server_facts import server_facts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -73,6 +76,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def diagnosis(model: Path, *arguments: str, **variables: str) -> Diagnosis:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
     return diagnose(["--model-path", str(model), *CPU, *arguments], environ | variables)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> planned_server.PlannedServer:
+    """The server that a diagnosis was made of."""
+    made: list[Any] = []
+    plan = module.planned_server
+    monkeypatch.setattr(module, "planned_server", lambda server_args: made.append(plan(server_args)) or made[0])
+    diagnosis(model, *arguments, **WRAP)
+    return made[0]
 
 
 WRAP = {"PREFIXPACK_WRAP": "1"}
@@ -206,15 +218,11 @@ def test_heads_of_a_rank_are_those_that_sglangs_model_has(models, model, ranks, 
 
 @pytest.mark.parametrize(("page", "reason"), [(64, None), (0, reasons.KV_LAYOUT)])
 def test_trtllm_mha_is_judged_as_at_a_start_and_its_packed_steps_are_marked(models, page, reason, monkeypatch):
-    runners: list[Any] = []
-    monkeypatch.setattr(
-        module, "planned_runner", lambda args, make=module.planned_runner: runners.append(make(args)) or runners[0]
-    )
-    diagnosis(models["llama"], "--page-size", "64", **WRAP)
-    assert runners[0].page_size == 64
-    monkeypatch.setattr(versions, "backend_names", lambda runner: ("trtllm_mha", "trtllm_mha"))
-    runners[0].page_size, settings = page, Settings(wrap=True, metrics=False)  # type: ignore[arg-type]
-    decode = module.examine(runners[0], settings).steps["decode"]
+    server = planned(monkeypatch, models["llama"], "--page-size", "64")
+    assert server.page_size == 64
+    monkeypatch.setattr(ServerFacts, "backend_names", ("trtllm_mha", "trtllm_mha"))
+    monkeypatch.setattr(ServerFacts, "page_size", page)
+    decode = module.examine(server, Settings(wrap=True, metrics=False)).steps["decode"]  # type: ignore[arg-type]
     assert (decode.reason, decode.note) == (reason, trtllm_mha.TESTED if reason is None else "")
 
 
@@ -238,20 +246,17 @@ def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) ->
 def test_verify_steps_on_a_gpu_by_default(
     models: dict[str, Path], stock: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runners: list[Any] = []
-    make = module.planned_runner
-    monkeypatch.setattr(module, "planned_runner", lambda args: runners.append(make(args)) or runners[0])
     model = models["heads_of_128"]
-    diagnosis(
-        model, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model),
-        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", **WRAP,
+    server = planned(
+        monkeypatch, model, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model),
+        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
+        "--dtype", "bfloat16",
     )  # fmt: skip
-    runner = runners[0]
-    runner.device, runner.dtype, runner.kv_cache_dtype = "cuda", torch.bfloat16, torch.bfloat16
-    monkeypatch.setattr(versions, "backend_names", lambda runner: (stock, stock))
+    server = replace(server, device="cuda")
+    monkeypatch.setattr(ServerFacts, "backend_names", (stock, stock))
     monkeypatch.setattr(module.eligibility, "choose_kernels", lambda setting, device: host_kernels())
-    monkeypatch.setattr(module, "kernels_of", lambda runner, settings: "native")
-    found = module.examine(runner, Settings(wrap=True, metrics=False))  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "kernels_of", lambda server, settings: "native")
+    found = module.examine(server, Settings(wrap=True, metrics=False))  # type: ignore[arg-type]
     assert found.steps["verify"].reason == (None if packs else reasons.SPECULATIVE)
     assert found.steps["verify"].note == (f"if {verify.RULE}" if packs else "")
     assert found.steps["decode"].reason == NO_SUCH_STEPS
@@ -266,19 +271,17 @@ def test_verify_steps_on_a_gpu_by_default(
     ],
 )  # fmt: skip
 def test_the_rule_of_verify_steps_is_told(kernels: str, stock: str, route: str, note: str) -> None:
-    layer = SimpleNamespace(tp_q_head_num=32, tp_k_head_num=8, qk_head_dim=128)
-    runner = SimpleNamespace(model=[layer], kv_cache_dtype=torch.bfloat16)
+    facts = server_facts(model=torch.nn.ModuleList([RadixAttention(32, 128, 1.0, 8, 0)]))
     executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, why_stock=lambda mode: None)
     settings = Settings(metrics=False, route=route, route_profile="no_file_of_decode_steps.json")
-    answer = module._step(executor, settings, "verify", runner, stock)
+    answer = module._step(executor, settings, "verify", facts, stock)
     assert (answer.reason, answer.note) == (None, note)
 
 
 def test_pages_that_hold_all_layers() -> None:
     """As SGLang 0.5.15 to 0.5.19 have them without unified memory."""
-    arguments = SimpleNamespace(enable_page_major_kv_layout=True)
-    runner = SimpleNamespace(server_args=arguments, layer_kinds=[], kv_cache_dtype=torch.bfloat16)
-    assert unsupported_pool(planned_runner._pool(runner, SimpleNamespace())) == reasons.KV_LAYOUT
+    pool = planned_server._pool(server_facts(enable_page_major_kv_layout=True), [])
+    assert unsupported_pool(pool) == reasons.KV_LAYOUT
 
 
 def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
@@ -365,14 +368,14 @@ def test_a_gpu_whose_native_kernels_never_ran_is_told(monkeypatch: pytest.Monkey
     gpu(monkeypatch, (8, 0), code=80, shared_kib=163)
     found_gpu = [Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9, 2.039e12)]
     monkeypatch.setattr(module, "gpu_of", lambda device: found_gpu[0])
-    runner = SimpleNamespace(device="cuda")
+    server = server_facts(device="cuda")
     because = "the native kernels' code for compute capability 8.0 has never run on a GPU"
     figures = ". The planner's figures: 2.04 TB/s and 1.41 GHz (the driver's), the rest scaled from an H200"
     told = f"triton, because {because}; gpu_kernels=native chooses them{figures}"
-    assert kernels_of(runner, Settings(metrics=False)) == told
-    assert kernels_of(runner, Settings(metrics=False, gpu_kernels="native")) == "native, as set" + figures
+    assert kernels_of(server, Settings(metrics=False)) == told
+    assert kernels_of(server, Settings(metrics=False, gpu_kernels="native")) == "native, as set" + figures
     found_gpu[0] = H200
     gpu(monkeypatch, (9, 0), code=90, shared_kib=227)
-    assert kernels_of(runner, Settings(metrics=False)) == "native"
+    assert kernels_of(server, Settings(metrics=False)) == "native"
     found = Diagnosis(("fa3", "fa3"), "wrap", {}, [], ["LlamaForCausalLM"], "cuda", told)
     assert f"Kernels: {told}" in as_text(found, [], {})

@@ -10,10 +10,11 @@ import pytest
 import transformers
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
+from sgl_prefix_attn.sglang_plugin.doctor import planned_server
 from sgl_prefix_attn.sglang_plugin.doctor.model_source import attention_type
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.doctor.test_diagnosis import CPU, NAME, SIZES, WRAP, diagnosis
+from tests.support.server_facts import server_facts
 
 
 def test_layers_of_linear_attention_are_left_out(tmp_path: Path) -> None:
@@ -64,5 +65,5 @@ def test_the_type_of_layers_is_that_of_the_nearest_class_that_builds_them() -> N
 
 
 def test_a_model_that_sglang_runs_with_the_code_of_transformers_has_the_layers_of_a_decoder() -> None:
-    runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["NobodysModel"])))
-    assert planned_runner._attention_type(runner) == "DECODER"
+    facts = server_facts(hf_config=SimpleNamespace(architectures=["NobodysModel"]))
+    assert planned_server._attention_type(facts) == "DECODER"

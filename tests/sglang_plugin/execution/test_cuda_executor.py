@@ -49,7 +49,7 @@ class TestEagerSteps:
         assert_same(fixture.run(), fixture.run_stock())
         mixes = mixes and chunk > 0 and route == "auto"
         assert fixture.executor._prefill_tokens == (chunk if mixes else 0)
-        assert bool(_step(fixture.executor, options["settings"], "mixed", fixture.runner, None).note) == mixes
+        assert bool(_step(fixture.executor, options["settings"], "mixed", fixture.facts, None).note) == mixes
         packed = paths == SHARED and mixes and head_dim == 128
         assert fixture.fallbacks == ({} if packed else {fallback_reasons.COMPUTE_BOUND: 1})
 

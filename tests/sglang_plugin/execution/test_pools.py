@@ -23,6 +23,7 @@ from tests.sglang_plugin import gpu_fixture
 from tests.sglang_plugin.backend.test_backend import assert_same, decode, extend, mixed
 from tests.sglang_plugin.fixture import LAYERS
 from tests.sglang_plugin.gpu_fixture import DecodeGraphs, GpuFixture
+from tests.support.server_facts import server_facts
 
 WINDOW = 64
 WINDOW_LAYER = 0
@@ -172,7 +173,7 @@ class TestRefusedPools:
     )
     def test_known_pools(self, pool: Any, reason: reasons.Reason) -> None:
         assert pool_support.unsupported_pool(pool) == reason
-        assert unsupported_kv(SimpleNamespace(token_to_kv_pool=pool)) == reason
+        assert unsupported_kv(server_facts(token_to_kv_pool=pool)) == reason
 
     @pytest.mark.parametrize(
         ("k_cache", "v_cache", "reason"),
@@ -191,8 +192,8 @@ class TestRefusedPools:
         assert unsupported_buffers(layer, k_cache, v_cache) == reason
 
     def test_an_idle_translator_of_ids_is_none(self) -> None:
-        runner = decode(kv_index_translator=SimpleNamespace(is_translating=False)).runner
-        assert unsupported_kv(runner) is None
+        fixture = decode(kv_index_translator=SimpleNamespace(is_translating=False))
+        assert unsupported_kv(fixture.facts) is None
 
     def test_pages_by_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The real pool under SGLang's switch: stock itself cannot read it here, so no layer runs."""

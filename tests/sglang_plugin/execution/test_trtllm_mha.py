@@ -154,7 +154,7 @@ def test_what_is_wrapped_and_what_is_refused(stores, change, reason):
     fixture = Paged(kv_dtype=FP8)
     fixture.runner.device = "cuda"
     change(fixture)
-    assert eligibility.wrap_refusal(fixture.runner, trtllm_mha.NAME, fixture.stock, WRAP) == reason
+    assert eligibility.wrap_refusal(fixture.facts, trtllm_mha.NAME, fixture.stock, WRAP) == reason
 
 
 def test_a_wrapped_one_packs_and_the_log_says_that_it_was_never_run(stores, asked, caplog):

@@ -18,6 +18,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.gpu_fixture import host_kernels
+from tests.support.server_facts import server_facts
 
 
 def layer_of(head_dim: int, **options: Any) -> RadixAttention:
@@ -57,30 +58,23 @@ def test_drafts_that_run_packed_by_default(
     monkeypatch.setattr(versions, "keeps_committed_lens", lambda: given["committed"])
     monkeypatch.setattr(drafts, "current_gpu", lambda: SimpleNamespace(name=given["gpu"]))
     layers = [layer_of(given["head_dim"]) for _ in range(2)]
-    runner = SimpleNamespace(
-        spec_algorithm=getattr(SpeculativeAlgorithm, given["algorithm"]),
-        server_args=SimpleNamespace(
-            speculative_num_draft_tokens=given["drafts"], speculative_eagle_topk=4 if given["trees"] else 1,
-            attention_backend=given["stock_backend"], chunked_prefill_size=64,
-        ),
-        kv_cache_dtype=given["kv_dtype"], model=given.get("model", torch.nn.ModuleList(layers)), dtype=torch.bfloat16,
-        req_to_token_pool=None,
+    facts = server_facts(
+        spec_algorithm=getattr(SpeculativeAlgorithm, given["algorithm"]), kv_cache_dtype=given["kv_dtype"],
+        model=given.get("model", torch.nn.ModuleList(layers)), speculative_num_draft_tokens=given["drafts"],
+        speculative_eagle_topk=4 if given["trees"] else 1, attention_backend=given["stock_backend"],
     )  # fmt: skip
     kernels = dataclasses.replace(host_kernels(), name=given["kernels"])
-    default = CudaExecutor(runner, Settings(metrics=False), kernels, given["stock_backend"])
+    default = CudaExecutor(facts, Settings(metrics=False), kernels, given["stock_backend"])
     assert default.why_stock("verify") == (None if packs else fallback_reasons.SPECULATIVE)
-    off = CudaExecutor(runner, Settings(metrics=False, pack_verify=False), kernels, given["stock_backend"])
+    off = CudaExecutor(facts, Settings(metrics=False, pack_verify=False), kernels, given["stock_backend"])
     assert off.why_stock("verify") == fallback_reasons.DISABLED
-    without_decode = CudaExecutor(runner, Settings(metrics=False, pack_decode=False), kernels, given["stock_backend"])
+    without_decode = CudaExecutor(facts, Settings(metrics=False, pack_decode=False), kernels, given["stock_backend"])
     assert without_decode.why_stock("verify") is not None
 
 
 def test_a_server_without_drafts_packs_no_verify_step_by_default() -> None:
-    runner = SimpleNamespace(
-        spec_algorithm=SpeculativeAlgorithm.NONE, server_args=SimpleNamespace(chunked_prefill_size=64),
-        dtype=torch.bfloat16, req_to_token_pool=None,
-    )  # fmt: skip
-    executor = CudaExecutor(runner, Settings(metrics=False), host_kernels(), "fa3")
+    facts = server_facts(spec_algorithm=SpeculativeAlgorithm.NONE)
+    executor = CudaExecutor(facts, Settings(metrics=False), host_kernels(), "fa3")
     assert executor.why_stock("verify") == fallback_reasons.SPECULATIVE
     assert executor.why_stock("decode") is None
 
@@ -90,17 +84,13 @@ def test_a_server_without_drafts_packs_no_verify_step_by_default() -> None:
 def test_mixed_steps_with_drafts_run_stock(wanted: Any, speculates: bool) -> None:
     """The tracker reads no paths of them, so buffers for them would be for nothing."""
     algorithm = SpeculativeAlgorithm.EAGLE if speculates else SpeculativeAlgorithm.NONE
-    arguments = SimpleNamespace(
-        chunked_prefill_size=64, enable_mixed_chunk=True, speculative_num_draft_tokens=4, speculative_eagle_topk=1,
-        attention_backend="fa3",
+    facts = server_facts(
+        spec_algorithm=algorithm, model=torch.nn.ModuleList([layer_of(128)]), chunked_prefill_size=64,
+        enable_mixed_chunk=True, speculative_num_draft_tokens=4, speculative_eagle_topk=1, attention_backend="fa3",
     )  # fmt: skip
-    runner = SimpleNamespace(
-        spec_algorithm=algorithm, server_args=arguments, dtype=torch.bfloat16, req_to_token_pool=None,
-        kv_cache_dtype=torch.bfloat16, model=torch.nn.ModuleList([RadixAttention(4, 128, 1.0, 2, 0)]),
-    )  # fmt: skip
-    executor = CudaExecutor(runner, Settings(metrics=False, pack_mixed=wanted), host_kernels(), "fa3")
+    executor = CudaExecutor(facts, Settings(metrics=False, pack_mixed=wanted), host_kernels(), "fa3")
     assert executor.why_stock("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)
     assert executor.judges_mixed == (wanted == "auto" and not speculates)
     assert (executor._prefill_tokens > 0) == (not speculates)
-    on_cpu = CpuExecutor(runner, Settings(metrics=False, pack_mixed=wanted))
+    on_cpu = CpuExecutor(facts, Settings(metrics=False, pack_mixed=wanted))
     assert on_cpu.why_stock("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)

@@ -22,6 +22,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.cuda.cases import random_tree
 from tests.sglang_plugin.fixture import tree_masks
 from tests.sglang_plugin.gpu_fixture import DTYPE, LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same, first_of
+from tests.support.server_facts import server_facts
 
 on_gpu = pytest.param(
     True,
@@ -248,16 +249,11 @@ def test_packed_verify_steps_ask_for_no_lengths_in_host_memory(stock_needs_them:
 )
 def test_servers_whose_verify_steps_run_packed(algorithm, arguments, reads_trees, reason):
     defaults = {"speculative_num_draft_tokens": 8, "speculative_eagle_topk": 1, "attention_backend": "prefixpack"}
-    runner = SimpleNamespace(
-        spec_algorithm=getattr(SpeculativeAlgorithm, algorithm),
-        server_args=SimpleNamespace(**{**defaults, **arguments}),
-    )
-    assert why_no_packed_verify(runner, reads_trees) == reason
+    facts = server_facts(spec_algorithm=getattr(SpeculativeAlgorithm, algorithm), **defaults | arguments)
+    assert why_no_packed_verify(facts, reads_trees) == reason
 
 
 def test_an_overlapped_plan_stream_keeps_verify_steps_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
-    runner = SimpleNamespace(
-        spec_algorithm=SpeculativeAlgorithm.EAGLE, server_args=SimpleNamespace(speculative_num_draft_tokens=4)
-    )
-    assert why_no_packed_verify(runner, True) == fallback_reasons.SPECULATIVE
+    facts = server_facts(spec_algorithm=SpeculativeAlgorithm.EAGLE, speculative_num_draft_tokens=4)
+    assert why_no_packed_verify(facts, True) == fallback_reasons.SPECULATIVE

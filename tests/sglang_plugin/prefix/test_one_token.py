@@ -12,12 +12,13 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sgl_prefix_attn.sglang_plugin.prefix import one_token
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, why_none_decodes
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
+from tests.support.server_facts import server_facts
 from tests.support.small_scheduler import TREES, Batch, SmallScheduler
 
 PROMPT = [1] * 50
@@ -90,15 +91,10 @@ def test_a_step_that_starts_a_beam_search_stays_a_prefill() -> None:
     assert not applies(rollout.batch(mixed=False))
 
 
-def runner(**changes: Any) -> Any:
-    """A runner whose server can run one-token steps, with other server arguments or facts of the model."""
-    model = {"is_generation": True, "is_encoder_decoder": False, "model_is_mrope": False}
-    arguments = {name: value for name, value in changes.items() if name not in model}
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**{"pp_size": 1, "disaggregation_mode": "null", **arguments}),
-        model_config=SimpleNamespace(**{**model, **{name: changes[name] for name in model if name in changes}}),
-        req_to_token_pool=None,
-    )
+def facts(**changes: Any) -> ServerFacts:
+    """Facts of a server that can run one-token steps, but for server arguments or facts of the model."""
+    usual = {"pp_size": 1, "disaggregation_mode": "null", "model_is_mrope": False}
+    return server_facts(**usual | changes)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +113,14 @@ def runner(**changes: Any) -> Any:
     ],
 )
 def test_servers_that_are_left_out(changes: dict[str, Any], reason: str) -> None:
-    assert why_none_decodes(runner()) is None
-    assert why_none_decodes(runner(dcp_size=None, enable_lora=None)) is None
-    assert reason in str(why_none_decodes(runner(**changes)))
+    assert why_none_decodes(facts()) is None
+    assert why_none_decodes(facts(dcp_size=None, enable_lora=None)) is None
+    assert reason in str(why_none_decodes(facts(**changes)))
 
 
 def test_models_with_other_layers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_token.versions, "has_other_layers", lambda runner: True)
-    assert "linear or sparse" in str(why_none_decodes(runner()))
+    monkeypatch.setattr(ServerFacts, "has_other_layers", True)
+    assert "linear or sparse" in str(why_none_decodes(facts()))
 
 
 class TestTracker:

@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from tests.support.server_facts import server_facts
 
 # Other releases are covered by tests/e2e/test_shared_prefill.py.
 needs_replay = pytest.mark.skipif(
@@ -209,10 +210,8 @@ def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.Monke
     ],
     ids=str,
 )
-def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prefill.versions, "argument", lambda runner, name: arguments.get(name))
-    monkeypatch.setattr(shared_prefill.versions, "has_other_layers", lambda runner: False)
-    assert (shared_prefill.why_none_waits(None) is None) is waits
+def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool) -> None:
+    assert (shared_prefill.why_none_waits(server_facts(**arguments)) is None) is waits
 
 
 def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
@@ -23,15 +24,12 @@ from sgl_prefix_attn.sglang_plugin.startup.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture, active_state
 from tests.sglang_plugin.gpu_fixture import GraphStock, host_kernels
+from tests.support.server_facts import server_facts
 
 
-def gpu_runner(
-    architecture: str = "LlamaForCausalLM", *, kv_dtype: torch.dtype = torch.bfloat16, dcp_size: int = 1
-) -> Any:
-    """What of a runner on a GPU decides about its stock backend."""
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
-    arguments = SimpleNamespace(dcp_size=dcp_size)
-    return SimpleNamespace(device="cuda", kv_cache_dtype=kv_dtype, model_config=config, server_args=arguments)
+def gpu_facts(architecture: str = "LlamaForCausalLM", **facts: Any) -> ServerFacts:
+    """What of a server on a GPU decides about its stock backend."""
+    return server_facts(device="cuda", hf_config=SimpleNamespace(architectures=[architecture]), **facts)
 
 
 @pytest.fixture
@@ -180,8 +178,8 @@ class TestFactory:
          (None, "triton")],
     )  # fmt: skip
     def test_on_cuda_the_stock_backend_is_sglangs_own_choice_where_it_can_be_wrapped(self, chosen, stock, monkeypatch):
-        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
-        assert stock_name(gpu_runner(), "auto") == stock
+        monkeypatch.setattr(ServerFacts, "default_attention_backend", lambda facts: chosen)
+        assert stock_name(gpu_facts(), "auto") == stock
 
     def test_settings_shape_the_planners_device(self) -> None:
         device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
@@ -195,16 +193,16 @@ class TestSuitedStockBackend:
 
     @pytest.fixture(autouse=True)
     def _as_on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: "fa3")
+        monkeypatch.setattr(ServerFacts, "default_attention_backend", lambda facts: "fa3")
 
     @pytest.mark.parametrize("setting", ["auto", "fa3"])
     def test_fa3_cannot_read_e5m2(self, setting: str, caplog: pytest.LogCaptureFixture) -> None:
-        assert stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), setting) == "triton"
+        assert stock_name(gpu_facts(kv_cache_dtype=torch.float8_e5m2), setting) == "triton"
         assert "stock backend 'triton' instead of 'fa3': it reads no fp8_e5m2 KV cache" in caplog.text
 
     @pytest.mark.parametrize("setting", ["auto", "fa3", "flashinfer"])
     def test_decode_context_parallelism_is_known_to_triton_alone(self, setting, caplog):
-        assert stock_name(gpu_runner(dcp_size=2), setting) == "triton"
+        assert stock_name(gpu_facts(dcp_size=2), setting) == "triton"
         assert "it does not know KV that is spread over ranks (--dcp-size)" in caplog.text
 
     @pytest.mark.parametrize(
@@ -217,10 +215,10 @@ class TestSuitedStockBackend:
         ],
     )
     def test_what_sglang_refuses_for_a_model(self, architecture: str, setting: str, stock: str) -> None:
-        assert stock_name(gpu_runner(architecture), setting) == stock
+        assert stock_name(gpu_facts(architecture), setting) == stock
 
     def test_torch_native_on_a_gpu_needs_graphs_off(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert stock_name(gpu_runner(), "torch_native") == "torch_native"
+        assert stock_name(gpu_facts(), "torch_native") == "torch_native"
         assert "needs --disable-cuda-graph" in caplog.text
 
 

@@ -24,6 +24,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
@@ -48,13 +49,17 @@ def new_fixture(**options: Any) -> Fixture:
     return fixture
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def gpu_runner(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """A runner on a GPU whose kernels run in host memory."""
     monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
     options = {"head_dim": 64, "kv_dtype": torch.bfloat16, "dtype": torch.bfloat16, **options}
     runner = new_fixture(**options).runner
     runner.device = "cuda"
     return runner
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> ServerFacts:
+    return ServerFacts.of(gpu_runner(monkeypatch, **options))
 
 
 def gpu_stock(name: str = "fa3") -> Any:
@@ -125,8 +130,8 @@ class TestWrapped:
     @pytest.mark.parametrize(("name", "wrapped"), [("fa3", True), ("flashinfer", False)])
     def test_on_a_gpu_a_backend_for_prefill_alone_is_not(self, name, wrapped, monkeypatch):
         names = {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "fa3"}
-        runner = on_gpu(monkeypatch, server_args=SimpleNamespace(**names))
-        refusal = eligibility.wrap_refusal(runner, name, gpu_stock(name), WRAP)
+        facts = on_gpu(monkeypatch, server_args=SimpleNamespace(**names))
+        refusal = eligibility.wrap_refusal(facts, name, gpu_stock(name), WRAP)
         assert refusal == (None if wrapped else reasons.COMPUTE_BOUND)
 
 
@@ -207,7 +212,7 @@ class TestRefused:
     def test_nothing_of_ours_is_left(self, case: str, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
         change, reason = REFUSED[case]
         fixture = new_fixture()
-        assert eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, WRAP) is None
+        assert eligibility.wrap_refusal(fixture.facts, "torch_native", fixture.stock, WRAP) is None
         change(fixture)
         with caplog.at_level(logging.INFO):
             for _ in range(2):
@@ -217,30 +222,31 @@ class TestRefused:
         assert caplog.text.count(reason.text) == 1
 
     def test_fp8_scales_that_the_host_does_not_know(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runner = on_gpu(monkeypatch, kv_dtype=torch.float8_e4m3fn)
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) is None
-        for layer in runner.model:
+        facts = on_gpu(monkeypatch, kv_dtype=torch.float8_e4m3fn)
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), WRAP) is None
+        for layer in facts.model:
             layer.k_scale, layer.k_scale_float = torch.ones(2), None
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.KV_SCALES
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), WRAP) == reasons.KV_SCALES
 
     def test_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runner, stock = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE), gpu_stock()
-        assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.SPECULATIVE
+        facts, stock = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE), gpu_stock()
+        assert eligibility.wrap_refusal(facts, "fa3", stock, WRAP) == reasons.SPECULATIVE
         never = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", stock, never) == reasons.DISABLED
         monkeypatch.setattr(
             eligibility, "choose_kernels", lambda setting, device: reasons.Refused(reasons.NO_CUDA_KERNEL, "none")
         )
-        assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.NO_CUDA_KERNEL
+        assert eligibility.wrap_refusal(facts, "fa3", stock, WRAP) == reasons.NO_CUDA_KERNEL
 
     @pytest.mark.usefixtures("asked")
     @pytest.mark.parametrize(("name", "reason"), [("fa3", None), ("triton", reasons.SPECULATIVE)])
     def test_chains_of_drafts_keep_a_wrapper_over_fa3_alone(
         self, name: str, reason: reasons.Reason | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE, head_dim=128)
-        vars(runner.server_args).update(speculative_num_draft_tokens=4, attention_backend=name)
-        assert eligibility.wrap_refusal(runner, name, gpu_stock(name), WRAP) == reason
+        arguments = SimpleNamespace(speculative_num_draft_tokens=4, attention_backend=name)
+        options = {"spec_algorithm": SpeculativeAlgorithm.EAGLE, "head_dim": 128, "server_args": arguments}
+        runner = gpu_runner(monkeypatch, **options)
+        assert eligibility.wrap_refusal(ServerFacts.of(runner), name, gpu_stock(name), WRAP) == reason
         if reason is None:
             backend = factory.wrap_backend(runner, name, gpu_stock(name), WRAP)
             assert isinstance(backend, PrefixPackBackend)
@@ -250,33 +256,31 @@ class TestRefused:
         ("variable", "value"), [(versions.CPP_TREE_VARIABLE, "1"), (versions.TREE_CORE_VARIABLE, "rust")]
     )
     def test_a_tree_without_nodes(self, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        runner = on_gpu(monkeypatch)
+        facts = on_gpu(monkeypatch)
         monkeypatch.setenv(variable, value)
         if not hides_trees(variable):
-            assert not versions.hides_its_tree(runner)
+            assert not facts.hides_its_tree
             pytest.skip("this SGLang shows its tree all the same")
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.UNKNOWN_TREE
-        assert eligibility.choose_executor(runner, WRAP, "torch_native") == reasons.UNKNOWN_TREE
-        vars(runner.server_args)["radix_cache_backend"] = "of the user"  # instead of the C++ tree
-        assert versions.hides_its_tree(runner) is (variable != versions.CPP_TREE_VARIABLE)
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), WRAP) == reasons.UNKNOWN_TREE
+        assert eligibility.choose_executor(facts, WRAP, "torch_native") == reasons.UNKNOWN_TREE
+        facts = on_gpu(monkeypatch, server_args=SimpleNamespace(radix_cache_backend="of the user"))  # not the C++ tree
+        assert facts.hides_its_tree is (variable != versions.CPP_TREE_VARIABLE)
 
     @pytest.mark.parametrize("change", [{"is_generation": False}, {"disaggregation_mode": "prefill"}])
     def test_a_server_that_never_decodes(self, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        runner = on_gpu(monkeypatch)
-        vars(runner.model_config).update(change)
-        vars(runner.server_args).update({"chunked_prefill_size": 64, **change})
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.PREFILL_ONLY
-        made = eligibility.choose_executor(runner, WRAP, "torch_native")
-        assert eligibility.unsupported_at_start(runner, "fa3", WRAP, made) == reasons.PREFILL_ONLY
+        arguments = SimpleNamespace(chunked_prefill_size=64, **change)
+        facts = on_gpu(monkeypatch, model_config=SimpleNamespace(**change), server_args=arguments)
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), WRAP) == reasons.PREFILL_ONLY
+        assert eligibility.executor_at_start(facts, WRAP, "fa3") == reasons.PREFILL_ONLY
         packs = Settings(wrap=True, pack_extend=True)  # type: ignore[arg-type]
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), packs) is None
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), packs) is None
 
     @pytest.mark.parametrize(("asked", "chunk", "mixes"), [(False, 64, False), (True, 64, True), (True, -1, False)])
     def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, asked: bool, chunk: int, mixes: bool) -> None:
         """`pack_mixed` is on by default on a CPU; without mixed steps it packs nothing."""
         fixture = new_fixture(server_args=SimpleNamespace(enable_mixed_chunk=asked, chunked_prefill_size=chunk))
         settings = Settings(wrap=True, route="stock", pack_extend=False)  # type: ignore[arg-type]
-        refusal = eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, settings)
+        refusal = eligibility.wrap_refusal(fixture.facts, "torch_native", fixture.stock, settings)
         assert refusal == (None if mixes else reasons.DISABLED)
 
     @pytest.mark.parametrize("bases", [(), (TorchNativeAttnBackend,)])
@@ -289,8 +293,8 @@ class TestRefused:
     def test_a_graph_switch_of_sglang_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         changed: list[Any] = []
         monkeypatch.setattr(versions, "keep_metadata_out_of_graphs", lambda environ: changed.append(1) or True)
-        runner = on_gpu(monkeypatch, head_dim=32)  # no kernel has it
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.HEAD_DIM
+        facts = on_gpu(monkeypatch, head_dim=32)  # no kernel has it
+        assert eligibility.wrap_refusal(facts, "fa3", gpu_stock(), WRAP) == reasons.HEAD_DIM
         assert not changed
 
     @pytest.mark.parametrize("place", ["wrap_refusal", "connect", "PrefixPackBackend"])

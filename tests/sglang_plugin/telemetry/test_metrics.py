@@ -115,8 +115,8 @@ class TestMetrics:
         )  # fmt: skip
         ranks = SimpleNamespace(**{"tp_rank": 0, "pp_rank": 0, "dp_rank": None, **ranks})
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
-        for of_the_runner in ({}, {"ps": ranks}, vars(ranks)):
-            exporter = MetricsExporter.for_runner(SimpleNamespace(server_args=arguments, **of_the_runner))
+        for holder in (ranks, None):
+            exporter = MetricsExporter.of_server(arguments, holder)
             assert (exporter is not None) == exports
             if exporter is not None:
                 known = {"model_name": "m", "engine_type": "unified", "pp_rank": "0", "moe_ep_rank": "0", "rack": "7"}

@@ -1,6 +1,6 @@
-"""The model runner that a server would have, as far as the decisions of the plug-in read it. Holds no weights.
+"""The facts of a server that has not been started, from its arguments and its model's configuration.
 
-The checks that a server makes at its start run on this object, so there is no second list of them. Layers and KV pool
+The checks that a server makes at its start read them, so there is no second list of checks. Layers and KV pool
 are SGLang's own classes, filled with what the model's configuration says.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts, resolved
 from sgl_prefix_attn.sglang_plugin.doctor.model_source import attention_type, knows_attention_groups
 
 # --kv-cache-dtype: the type of the buffers; others are kept with scales for each token or block.
@@ -45,8 +44,21 @@ class LayerKind:
     window: int | None
 
 
-def planned_runner(server_args: Any) -> Any:
-    """The runner of a server's target model on one rank.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedServer(ServerFacts):
+    """Facts of a server that does not run, with layers and a KV pool without memory.
+
+    Attributes:
+        layer_kinds: the kinds of attention layers, with the KV heads that the pool has of them.
+        heads_of_all_ranks: whether the model's code spreads its heads over other ranks than the KV pool does.
+    """
+
+    layer_kinds: list[LayerKind]
+    heads_of_all_ranks: bool
+
+
+def planned_server(server_args: Any) -> PlannedServer:
+    """The facts of a server's target model on one rank.
 
     Args:
         server_args: SGLang's ServerArgs, resolved.
@@ -57,42 +69,44 @@ def planned_runner(server_args: Any) -> Any:
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    config = ModelConfig.from_server_args(server_args)
-    runner = SimpleNamespace(
-        server_args=server_args, model_config=config, is_draft_worker=False, dtype=config.dtype, req_to_token_pool=None
+    config, arguments = ModelConfig.from_server_args(server_args), resolved(server_args)
+    asked = str(arguments.kv_cache_dtype or "auto")
+    facts = ServerFacts.read(
+        config,
+        server_args=server_args,
+        arguments=arguments,
+        model_config=config,
+        device=str(arguments.device or "cuda"),
+        kv_cache_dtype=config.dtype if asked == "auto" else _KV_DTYPES.get(asked),
+        spec_algorithm=SpeculativeAlgorithm.from_string(arguments.speculative_algorithm),
+        use_mla_backend=config.attention_arch == AttentionArch.MLA,
     )
-    runner.device = str(versions.argument(runner, "device") or "cuda")
-    runner.use_mla_backend = config.attention_arch == AttentionArch.MLA
-    runner.spec_algorithm = SpeculativeAlgorithm.from_string(versions.argument(runner, "speculative_algorithm"))
-    runner.page_size = versions.argument(runner, "page_size") or 1
-    asked = str(versions.argument(runner, "kv_cache_dtype") or "auto")
-    runner.kv_cache_dtype = config.dtype if asked == "auto" else _KV_DTYPES.get(asked)
-    kinds_of = (lambda ranks: []) if runner.use_mla_backend else (lambda ranks: list(_layer_kinds(config, ranks)))
-    runner.layer_kinds = kinds_of(versions.attention_ranks(runner))
-    runner.token_to_kv_pool = _pool(runner, config)
-    ranks = _ranks_of_heads(runner)
-    runner.heads_of_all_ranks = ranks != versions.attention_ranks(runner)
-    runner.model = _model(runner, config, kinds_of(ranks), ranks)
-    return runner
+    ranks = _ranks_of_heads(facts)
+    kinds, of_model = (
+        [] if facts.use_mla_backend else list(_layer_kinds(config, n)) for n in (facts.attention_ranks, ranks)
+    )
+    pool, model = _pool(facts, kinds), _model(facts, of_model, ranks)
+    of_all = ranks != facts.attention_ranks
+    return PlannedServer.read(facts, token_to_kv_pool=pool, model=model, layer_kinds=kinds, heads_of_all_ranks=of_all)
 
 
-def _ranks_of_heads(runner: Any) -> int:
+def _ranks_of_heads(facts: ServerFacts) -> int:
     """Ranks over which the model's code spreads its attention heads."""
-    ranks = versions.attention_ranks(runner)
-    all_ranks = versions.argument(runner, "tp_size") or 1
-    return ranks if ranks == all_ranks or knows_attention_groups(_model_class(runner)) else all_ranks
+    ranks = facts.attention_ranks
+    all_ranks = facts.argument("tp_size") or 1
+    return ranks if ranks == all_ranks or knows_attention_groups(_model_class(facts)) else all_ranks
 
 
-def _model_class(runner: Any) -> type:
+def _model_class(facts: ServerFacts) -> type:
     from sglang.srt.models.registry import ModelRegistry
 
-    model_class: type = ModelRegistry.resolve_model_cls(versions.architectures(runner))[0]
+    model_class: type = ModelRegistry.resolve_model_cls(facts.architectures)[0]
     return model_class
 
 
-def _attention_type(runner: Any) -> str:
+def _attention_type(facts: ServerFacts) -> str:
     try:
-        return attention_type(_model_class(runner))
+        return attention_type(_model_class(facts))
     except ValueError:  # not SGLang's: it may run the code of Transformers
         return "DECODER"
 
@@ -127,7 +141,7 @@ _HEADS = ("head_dim", "v_head_dim")
 _NO_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
 
 
-def _pool(runner: Any, config: Any) -> Any:
+def _pool(facts: ServerFacts, layer_kinds: list[LayerKind]) -> Any:
     """A KV pool of SGLang's class without memory: one page of each layer."""
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -135,12 +149,12 @@ def _pool(runner: Any, config: Any) -> Any:
 
     hnd_switch = getattr(envs, "SGLANG_USE_HND_KVCACHE", None)
     hnd = hnd_switch is not None and bool(hnd_switch.get())
-    page_major = versions.argument(runner, "enable_page_major_kv_layout")  # 0.5.15 to 0.5.19; later in unified memory
-    kinds = {layer: kind for kind in runner.layer_kinds for layer in kind.layers}
+    page_major = facts.argument("enable_page_major_kv_layout")  # 0.5.15 to 0.5.19; later in unified memory
+    kinds = {layer: kind for kind in layer_kinds for layer in kind.layers}
 
     def buffer(layer: int, size: str) -> torch.Tensor:
-        shape = [runner.page_size, kinds[layer].kv_heads, getattr(kinds[layer], size)]
-        return torch.empty(shape[:2] + [1] * hnd + shape[2:], dtype=runner.kv_cache_dtype)
+        shape = [facts.page_size, kinds[layer].kv_heads, getattr(kinds[layer], size)]
+        return torch.empty(shape[:2] + [1] * hnd + shape[2:], dtype=facts.kv_cache_dtype)
 
     buffers = {
         "get_key_buffer": lambda self, layer: buffer(layer, "head_dim"),
@@ -151,9 +165,9 @@ def _pool(runner: Any, config: Any) -> Any:
         **buffers,
         use_hnd=hnd,
         kv_cache_layout="page_major" if page_major else "hnd" if hnd else "nhd",
-        is_quantized_kv_cache=runner.kv_cache_dtype is None,
+        is_quantized_kv_cache=facts.kv_cache_dtype is None,
     )
-    if not getattr(config, "is_hybrid_swa", False):
+    if not getattr(facts.model_config, "is_hybrid_swa", False):
         return plain
     mapping = {layer: (layer, kind.window is not None) for layer, kind in kinds.items()}
     return _without_memory(SWAKVPool, **buffers, full_kv_pool=plain, layers_mapping=mapping)
@@ -165,11 +179,11 @@ def _without_memory(kind: type, **members: Any) -> Any:
     return made.__new__(made)
 
 
-def _model(runner: Any, config: Any, kinds: list[LayerKind], ranks: int) -> torch.nn.Module:
+def _model(facts: ServerFacts, kinds: list[LayerKind], ranks: int) -> torch.nn.Module:
     """A module with the attention layers of the model, and with its method for image masks if it has one."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    kind_of_layers = AttentionType[_attention_type(runner)]
+    config, kind_of_layers = facts.model_config, AttentionType[_attention_type(facts)]
     cap = getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0.0
     model = torch.nn.ModuleList(
         RadixAttention(
@@ -186,6 +200,6 @@ def _model(runner: Any, config: Any, kinds: list[LayerKind], ranks: int) -> torc
         for kind in kinds
         for layer in kind.layers
     )
-    if getattr(config, "is_multimodal", False) and hasattr(_model_class(runner), "prepare_attn_masks"):
+    if getattr(config, "is_multimodal", False) and hasattr(_model_class(facts), "prepare_attn_masks"):
         vars(model)["prepare_attn_masks"] = None
     return model
