@@ -71,7 +71,7 @@ def test_a_step_without_requests_has_a_route(name: str, rows: int) -> None:
     assert Router(policy).decide(PrefixForest.from_paths([]), np.zeros(0, dtype=np.int64), rows) in Route
 
 
-class TestCostModel:
+class TestKernelCost:
     @pytest.mark.parametrize("kind", ["packed", "stock"])
     @pytest.mark.parametrize("field", ["requests", "tokens", "nodes", "links", "longest_range", "longest_request"])
     def test_more_work_never_takes_less_time(self, kind: str, field: str) -> None:

@@ -18,35 +18,33 @@
 namespace prefixpack {
 
 template <class TileT, class Format>
-class WarpDecode : WarpRing<TileT, Format> {
-  using Base = WarpRing<TileT, Format>;
-
+class WarpDecode {
  public:
   // shared: kWarpBytes of this warp.
   PREFIXPACK_DEVICE WarpDecode(const KernelParams& params, const char* shared)
-      : Base(params, shared), softmax_(params.attention) {}
+      : warp_(params), tile_(warp_), ring_(warp_, shared), softmax_(params.attention) {}
 
-  PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
+  PREFIXPACK_DEVICE int32_t num_tiles() const { return ring_.num_tiles(); }
   // Warps per CTA that take tiles.
-  PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
+  PREFIXPACK_DEVICE int32_t active_warps() const { return warp_.header(offsetof(PlanHeader, active_warps)); }
   PREFIXPACK_DEVICE DeferredHeader deferred() const {
-    return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
-            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at)),
-            header(sizeof(PlanHeader) + offsetof(DeferredHeader, part_bits))};
+    return {warp_.header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
+            warp_.header(sizeof(PlanHeader) + offsetof(DeferredHeader, at)),
+            warp_.header(sizeof(PlanHeader) + offsetof(DeferredHeader, part_bits))};
   }
 
   // Takes tiles until none is left. tile_index, in the first lane: the first claim. Returns the last one, of no tile.
   PREFIXPACK_DEVICE int32_t run(int32_t tile_index) {
-    tile_index_ = tile_index;
+    ring_.begin(tile_index);
     clear_registers();
     for (;;) {
-      fill_ring();
+      ring_.fill();
       if (stage_ == num_stages_ && !begin_tile()) {
-        if (lookahead_ == kDone) return tile_index_;
+        if (ring_.is_done()) return ring_.claimed();
         continue;
       }
       if (stage_ % 2 == 0 && stage_ > 0) stream_whole_tiles();
-      wait_for_stage();
+      ring_.wait_for_stage();
       if (stage_ % 2 == 0) {
         if (stage_ == 0) load_query_fragments();
         compute_scores();
@@ -55,7 +53,7 @@ class WarpDecode : WarpRing<TileT, Format> {
         accumulate_values();
         ptx::warp_sync();
         if (stage_ + 1 == num_stages_) {
-          epilogue(TileT::kAccumulatorsInStage ? ring() + use_offset_ : ring() + kRingBytes);
+          tile_.epilogue(TileT::kAccumulatorsInStage ? ring_.oldest_stage() : ring_.end());
           clear_registers();
         }
       }
@@ -64,61 +62,32 @@ class WarpDecode : WarpRing<TileT, Format> {
   }
 
  private:
-  using Base::accumulators_;
-  using Base::clear_accumulators;
-  using Base::epilogue;
-  using Base::fill_ring;
-  using Base::header;
-  using Base::in_flight_;
-  using Base::kDone;
-  using Base::kKvBegin, Base::kKvEnd, Base::kLowest, Base::kSteps;
-  using Base::kLookaheadStages, Base::kRingBytes, Base::kStages;
-  using Base::lane_;
-  using Base::load_keys_, Base::load_record_, Base::load_stage_, Base::load_stages_;
-  using Base::lookahead_;
-  using Base::num_tiles_;
-  using Base::prefetch_partial_lists;
-  using Base::queries_;
-  using Base::read_positions;
-  using Base::record_;
-  using Base::ring;
-  using Base::stages_of;
-  using Base::state_;
-  using Base::tile_index_;
-  using Base::tile_is_loading_;
-  using Base::use_offset_;
-  using Base::wait_for_stage;
-  using Base::window_;
-  using Base::word;
-
+  using Tile = WarpTileState<TileT, Format>;
+  using Ring = WarpRing<TileT, Format>;
   using Product = typename Format::Product;
   static constexpr int kStepsPerLoad = Format::kStepsPerLoad;
-  static constexpr int kLoads = kSteps / kStepsPerLoad;  // ldmatrix.x4 for all dimensions
+  static constexpr int kLoads = Tile::kSteps / kStepsPerLoad;  // ldmatrix.x4 for all dimensions
 
   // MMAs ------------------------------------------------------------------------------------------------------------
 
   PREFIXPACK_DEVICE bool begin_tile() {
     num_stages_ = stage_ = 0;
-    if (!tile_is_loading_) return false;
-    tile_is_loading_ = false;
-    record_ = load_record_;
-    const int32_t kv_end = word(record_, kKvEnd);
-    tile_begin_ = first_visited(word(record_, kKvBegin), kv_end, word(record_, kLowest), window_, TileT::kKeys);
-    num_stages_ = stages_of(kv_end - tile_begin_);
-    const int32_t lowest = word(record_, kLowest);
-    last_whole_ = window_ >= 0 ? -1 : (kv_end <= lowest ? kv_end : lowest + 1) - TileT::kKeys;
-    prefetch_partial_lists();
+    if (!ring_.take_tile(tile_.record)) return false;
+    const int32_t kv_end = word_of(tile_.record, kKvEnd);
+    tile_begin_ = first_visited(word_of(tile_.record, kKvBegin), kv_end, word_of(tile_.record, kLowest), ring_.window(),
+                                TileT::kKeys);
+    num_stages_ = Ring::stages_of(kv_end - tile_begin_);
+    const int32_t lowest = word_of(tile_.record, kLowest);
+    last_whole_ = ring_.window() >= 0 ? -1 : (kv_end <= lowest ? kv_end : lowest + 1) - TileT::kKeys;
+    tile_.prefetch_partial_lists();
     return true;
   }
 
   // KV tiles ahead of which every load is of a whole KV tile of the same work tile, nothing is looked up, and whose
   // keys all are visible. With few stages loads end as little as 49 keys before the last key, of which trees hide 64.
   PREFIXPACK_DEVICE int32_t whole_tiles() const {
-    if (in_flight_ != kStages || tile_is_loading_) return 0;
-    const auto whole_stages = static_cast<int32_t>(load_keys_ / TileT::kKeys * 2);
-    const auto quiet_stages = static_cast<int32_t>(load_stages_ - kLookaheadStages);
-    const int32_t loads =
-        (whole_stages < quiet_stages ? whole_stages : quiet_stages) - static_cast<int32_t>(load_stage_);
+    if (!ring_.is_full()) return 0;
+    const int32_t loads = ring_.quiet_loads();
     const int32_t seen = tile_begin_ > last_whole_ ? 0 : (last_whole_ - tile_begin_) / TileT::kKeys + 1;
     return loads / 2 < seen ? loads / 2 : seen;
   }
@@ -129,18 +98,18 @@ class WarpDecode : WarpRing<TileT, Format> {
     int32_t tiles = whole_tiles();
 #pragma unroll 1
     for (; ptx::uniform(tiles > 0); --tiles) {
-      ptx::cp_async_wait<kStages - 1>();
+      ptx::cp_async_wait<Ring::kStages - 1>();
       ptx::warp_sync();
       compute_scores();
       ptx::warp_sync();
-      this->template replace_stage<kStages % 2 == 1>();
+      ring_.template replace_stage<Ring::kStages % 2 == 1>();
       softmax_.transform(scores_);
-      softmax_.add_transposed(scores_, state_, accumulators_);
-      ptx::cp_async_wait<kStages - 1>();
+      softmax_.add_transposed(scores_, tile_.softmax, tile_.sums);
+      ptx::cp_async_wait<Ring::kStages - 1>();
       ptx::warp_sync();
       accumulate_values();
       ptx::warp_sync();
-      this->template replace_stage<kStages % 2 == 0>();
+      ring_.template replace_stage<Ring::kStages % 2 == 0>();
       tile_begin_ += TileT::kKeys;
       stage_ += 2;
     }
@@ -148,9 +117,8 @@ class WarpDecode : WarpRing<TileT, Format> {
 
   PREFIXPACK_DEVICE void release_stage() {
     ptx::warp_sync();
-    --in_flight_;
+    ring_.release_stage();
     ++stage_;
-    use_offset_ = use_offset_ == kRingBytes - TileT::kStageBytes ? 0 : use_offset_ + TileT::kStageBytes;
   }
 
   // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
@@ -162,28 +130,30 @@ class WarpDecode : WarpRing<TileT, Format> {
   PREFIXPACK_DEVICE void load_query_fragments() {
     if constexpr (kPermutesDims<Format>) {
 #pragma unroll
-      for (int32_t step = 0; step < kSteps; ++step) {
+      for (int32_t step = 0; step < Tile::kSteps; ++step) {
         uint32_t words[2];
-        ptx::load_shared(
-            queries_ + swizzled_offset(lane_ / 4, step * 2 + lane_ % 4 / 2, TileT::kQueryRowBytes) + lane_ % 2 * 8,
-            words);
+        ptx::load_shared(ring_.queries() +
+                             swizzled_offset(warp_.lane / 4, step * 2 + warp_.lane % 4 / 2, TileT::kQueryRowBytes) +
+                             warp_.lane % 2 * 8,
+                         words);
 #pragma unroll
         for (int32_t i = 0; i < 2; ++i)
           query_fragments_[step / 2][step % 2 * 2 + i] = Format::Output::to_fp16(words[i]);
       }
     } else {
-      const ptx::SharedAddress queries = queries_ + swizzled_offset(lane_ % 8, lane_ / 8, TileT::kQueryRowBytes);
+      const ptx::SharedAddress queries =
+          ring_.queries() + swizzled_offset(warp_.lane % 8, warp_.lane / 8, TileT::kQueryRowBytes);
 #pragma unroll
-      for (int32_t pair = 0; pair < kSteps / 2; ++pair)
+      for (int32_t pair = 0; pair < Tile::kSteps / 2; ++pair)
         ptx::ldmatrix(query_fragments_[pair], chunk_at(queries, 4 * pair));
     }
   }
 
   // At the end of a tile, so that the epilogue has the registers.
   PREFIXPACK_DEVICE void clear_registers() {
-    clear_accumulators();
+    tile_.clear();
 #pragma unroll
-    for (int32_t i = 0; i < kSteps * 2; ++i) query_fragments_[i / 4][i % 4] = 0;
+    for (int32_t i = 0; i < Tile::kSteps * 2; ++i) query_fragments_[i / 4][i % 4] = 0;
   }
 
   // scores_[i]: key lane / 4 + i / 2 * 8, query row lane % 4 * 2 + i % 2. Several accumulator chains, because the MMAs
@@ -191,7 +161,8 @@ class WarpDecode : WarpRing<TileT, Format> {
   PREFIXPACK_DEVICE void compute_scores() {
     constexpr int kChains = 4;
     float accumulators[kChains][4] = {};
-    const ptx::SharedAddress keys = ring() + use_offset_ + swizzled_offset(lane_ % 16, lane_ / 16, TileT::kRowBytes);
+    const ptx::SharedAddress keys =
+        ring_.oldest_stage() + swizzled_offset(warp_.lane % 16, warp_.lane / 16, TileT::kRowBytes);
 #pragma unroll
     for (int32_t load = 0; load < kLoads; ++load) {
       uint32_t loaded[4];
@@ -215,19 +186,19 @@ class WarpDecode : WarpRing<TileT, Format> {
     if (tile_begin_ > last_whole_) {
       int32_t position[2];
       uint64_t hidden[2] = {};
-      read_positions(word(record_, kLowest), position, hidden);
-      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, word(record_, kKvEnd), position, hidden,
-                                      window_);
+      tile_.read_positions(word_of(tile_.record, kLowest), position, hidden);
+      mask_transposed<Format::kTrees>(scores_, tile_begin_ + warp_.lane / 4, word_of(tile_.record, kKvEnd), position,
+                                      hidden, ring_.window());
     }
-    softmax_.add_transposed(scores_, state_, accumulators_);
+    softmax_.add_transposed(scores_, tile_.softmax, tile_.sums);
     tile_begin_ += TileT::kKeys;
   }
 
   PREFIXPACK_DEVICE void accumulate_values() {
     const uint32_t low = ptx::movmatrix_transposed(Product::pack(scores_[0], scores_[1]));
     const uint32_t high = ptx::movmatrix_transposed(Product::pack(scores_[2], scores_[3]));
-    const ptx::SharedAddress values =
-        ring() + use_offset_ + swizzled_offset(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2, TileT::kRowBytes);
+    const ptx::SharedAddress values = ring_.oldest_stage() + swizzled_offset(warp_.lane / 16 * 8 + warp_.lane % 8,
+                                                                             warp_.lane / 8 % 2, TileT::kRowBytes);
 #pragma unroll
     for (int32_t load = 0; load < kLoads; ++load) {
       uint32_t loaded[4];
@@ -236,18 +207,21 @@ class WarpDecode : WarpRing<TileT, Format> {
       for (int32_t i = 0; i < kStepsPerLoad; ++i) {
         uint32_t value[4];
         Format::value_a_fragments(loaded, i, value);
-        ptx::mma<Product>(accumulators_[load * kStepsPerLoad + i], value, low, high);
+        ptx::mma<Product>(tile_.sums[load * kStepsPerLoad + i], value, low, high);
       }
     }
   }
 
+  const WarpLane warp_;
+  Tile tile_;
+  Ring ring_;
   const Softmax softmax_;
 
   // Tile being computed.
   int32_t tile_begin_ = 0;
   int32_t last_whole_ = 0;  // last begin of a KV tile of which every query sees every key
   uint32_t stage_ = 0, num_stages_ = 0;
-  uint32_t query_fragments_[kSteps / 2][4];
+  uint32_t query_fragments_[Tile::kSteps / 2][4];
   float scores_[4];  // of a KV tile, then its softmax weights
 };
 

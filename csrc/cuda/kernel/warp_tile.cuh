@@ -1,5 +1,5 @@
 // State of the tile that a warp computes: record, softmax and accumulators; and what needs only that, the epilogue and
-// the combine. WarpRing adds the loads, WarpDecode the MMAs.
+// the combine.
 #pragma once
 
 #include <cstddef>
@@ -13,114 +13,125 @@
 
 namespace prefixpack {
 
-template <class TileT, class Format>
-class WarpTileState {
- protected:
-  static constexpr int kHeadDim = TileT::kHeadDim;
-  static constexpr int kSteps = kHeadDim / 16;
+// Words of an ItemRecord; lane i holds word i.
+enum RecordWord : int32_t {
+  kQueryBegin,
+  kQueryCount,
+  kKvBegin,
+  kKvEnd,
+  kLowest,
+  kHighest,
+  kPartialBegin,
+  kList,
+  kListFirst,
+  kKvSlotsAt,
+  kParent = kRecordWords - 2,
+  kGroupPartial,
+  // Behind the record, lanes hold the tile's heads.
+  kVirtualHead = kRecordWords,
+  kKvHead
+};
+PREFIXPACK_DEVICE int32_t word_of(int32_t record, RecordWord which) { return ptx::broadcast(record, which); }
 
-  // Words of an ItemRecord; lane i holds word i.
-  enum Word : int32_t {
-    kQueryBegin,
-    kQueryCount,
-    kKvBegin,
-    kKvEnd,
-    kLowest,
-    kHighest,
-    kPartialBegin,
-    kList,
-    kListFirst,
-    kKvSlotsAt,
-    kParent = kRecordWords - 2,
-    kGroupPartial,
-    // Behind the record, lanes hold the tile's heads.
-    kVirtualHead = kRecordWords,
-    kKvHead
-  };
-  PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
+// A lane of a warp, and what it reads of the kernel's parameters and of the plan's header.
+struct WarpLane {
+  const KernelParams& params;
+  const AttentionParams& attention;
+  const int32_t lane;
+  const int32_t heads_per_half;  // query heads of a tile
+  const int32_t query;           // query, within the item, of the row that is this lane's number
+  const int32_t header_word;     // word `lane` of the plan's header
+
+  PREFIXPACK_DEVICE explicit WarpLane(const KernelParams& kernel_params)
+      : params(kernel_params),
+        attention(params.attention),
+        lane(ptx::thread_index() % 32),
+        heads_per_half(params.heads.heads_per_half.number),
+        query(ptx::kept(params.heads.heads_per_half.quotient(lane))),
+        header_word(lane < kPlanHeaderWords ? params.plan.words[lane] : 0) {}
 
   // Word of the plan's header, which the lanes hold as well: shared memory is full, and global memory is too slow for
   // what is read often. offset: of the field in PlanHeader. Called by all lanes.
   PREFIXPACK_DEVICE int32_t header(size_t offset) const {
-    return ptx::broadcast(header_, static_cast<int32_t>(offset / sizeof(int32_t)));
+    return ptx::broadcast(header_word, static_cast<int32_t>(offset / sizeof(int32_t)));
   }
   // The plan's array whose offset that field says.
-  PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params_.plan.words + header(offset); }
-
-  PREFIXPACK_DEVICE explicit WarpTileState(const KernelParams& params)
-      : params_(params),
-        attention_(params.attention),
-        lane_(ptx::thread_index() % 32),
-        heads_per_half_(params.heads.heads_per_half.number),
-        query_(ptx::kept(params.heads.heads_per_half.quotient(lane_))),
-        header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
-
-  PREFIXPACK_DEVICE void clear_accumulators() {
-    state_[0] = state_[1] = softmax_identity();
-#pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      accumulators_[step][0] = accumulators_[step][1] = accumulators_[step][2] = accumulators_[step][3] = 0.0f;
-    }
-  }
-
-  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * heads_per_half_; }
-  PREFIXPACK_DEVICE int32_t virtual_head() const { return word(record_, kVirtualHead); }
+  PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params.plan.words + header(offset); }
   // Virtual KV head h is of KV head h >> head_shift().
-  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.halves - 1; }
+  PREFIXPACK_DEVICE int32_t head_shift() const { return params.heads.halves - 1; }
 
   // Token of the row that is this lane's number; -1 beyond the last row.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
-    const int32_t begin = word(record, kQueryBegin);
+    const int32_t begin = word_of(record, kQueryBegin);
     const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + begin;
-    return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
+    return query < word_of(record, kQueryCount) ? tokens[query] : -1;
+  }
+};
+
+template <class TileT, class Format>
+class WarpTileState {
+ public:
+  static constexpr int kHeadDim = TileT::kHeadDim;
+  static constexpr int kSteps = kHeadDim / 16;
+
+  PREFIXPACK_DEVICE explicit WarpTileState(const WarpLane& warp) : warp_(warp) {}
+
+  PREFIXPACK_DEVICE void clear() {
+    softmax[0] = softmax[1] = softmax_identity();
+#pragma unroll
+    for (int32_t step = 0; step < kSteps; ++step) {
+      sums[step][0] = sums[step][1] = sums[step][2] = sums[step][3] = 0.0f;
+    }
   }
 
+  PREFIXPACK_DEVICE int32_t rows() const { return word_of(record, kQueryCount) * warp_.heads_per_half; }
+  PREFIXPACK_DEVICE int32_t virtual_head() const { return word_of(record, kVirtualHead); }
   // Positions of the two rows whose scores this lane has, and what is hidden from them. lowest: of the tile.
   PREFIXPACK_DEVICE void read_positions(int32_t lowest, int32_t (&position)[2], uint64_t (&hidden)[2]) const {
-    position[0] = position[1] = word(record_, kHighest);
-    const int32_t query_begin = word(record_, kQueryBegin), last = word(record_, kQueryCount) - 1;
+    position[0] = position[1] = word_of(record, kHighest);
+    const int32_t query_begin = word_of(record, kQueryBegin), last = word_of(record, kQueryCount) - 1;
     if (lowest == position[0]) return;
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      const int32_t query = ptx::shuffle(query_, lane_ % 4 * 2 + j);
+      const int32_t query = ptx::shuffle(warp_.query, warp_.lane % 4 * 2 + j);
       const int32_t index = query_begin + (query < last ? query : last);
-      position[j] = params_.step.query_position[index];
-      if constexpr (Format::kTrees) hidden[j] = params_.step.hidden[index];
+      position[j] = warp_.params.step.query_position[index];
+      if constexpr (Format::kTrees) hidden[j] = warp_.params.step.hidden[index];
     }
   }
 
   // Prefetches what epilogue() needs. Lane i handles query i.
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
-    token_ = token_of_row(record_);
+    token_ = warp_.token_of_row(record);
     list_begin_ = list_end_ = list_partials_ = arrived_ = 0;
-    const int32_t combine = word(record_, kList) + lane_, first = word(record_, kListFirst);
-    const bool mine = lane_ < word(record_, kQueryCount);
+    const int32_t combine = word_of(record, kList) + warp_.lane, first = word_of(record, kListFirst);
+    const bool mine = warp_.lane < word_of(record, kQueryCount);
     const int32_t head = virtual_head();
-    if (word(record_, kPartialBegin) == kWriteThrough) return;
-    const int32_t* offsets = array(offsetof(PlanHeader, list_offset_at));
-    const int32_t* partials = array(offsetof(PlanHeader, list_partial_at));
+    if (word_of(record, kPartialBegin) == kWriteThrough) return;
+    const int32_t* offsets = warp_.array(offsetof(PlanHeader, list_offset_at));
+    const int32_t* partials = warp_.array(offsetof(PlanHeader, list_partial_at));
     if (mine) {
       list_begin_ = offsets[combine];
       list_end_ = offsets[combine + 1];
-      arrived_ = ptx::load_relaxed(semaphore_of(params_, combine, head));
+      arrived_ = ptx::load_relaxed(semaphore_of(warp_.params, combine, head));
     }
-    list_partials_ = partials[first + lane_];
+    list_partials_ = partials[first + warp_.lane];
   }
 
   // accumulators: free shared memory, [kRows, kHeadDim] floats.
   PREFIXPACK_DEVICE void epilogue(ptx::SharedAddress accumulators) {
     const float own_lse = store_accumulators(accumulators);
-    const bool mine = lane_ < word(record_, kQueryCount);
+    const bool mine = warp_.lane < word_of(record, kQueryCount);
     int32_t pending = mine;  // this lane's query gets a partial of this warp
 #pragma unroll 1
     for (bool stored = false;; stored = true) {
-      const int32_t partial_begin = word(record_, kPartialBegin);
+      const int32_t partial_begin = word_of(record, kPartialBegin);
       int32_t complete = pending;
       if (partial_begin != kWriteThrough) {
         // If all other partials of a query have arrived, its own is not written.
         const int32_t others = list_end_ - list_begin_ - 1;
-        const int32_t list = word(record_, kList) + (mine ? lane_ : 0);
-        int32_t* semaphores = semaphore_of(params_, list, virtual_head());
+        const int32_t list = word_of(record, kList) + (mine ? warp_.lane : 0);
+        int32_t* semaphores = semaphore_of(warp_.params, list, virtual_head());
         complete = pending != 0 && arrived_ == others;
         ptx::warp_sync();
         if (ptx::any(pending != complete)) {
@@ -137,7 +148,7 @@ class WarpTileState {
       for (int32_t first_row = 0; first_row < num_rows; first_row += kWarpCombineRows) {
         combine(accumulators, first_row, own_lse, partial_begin, complete);
       }
-      if (word(record_, kParent) < 0) return;
+      if (word_of(record, kParent) < 0) return;
       begin_second_level();
       pending = complete;
     }
@@ -161,56 +172,55 @@ class WarpTileState {
     float lse[2];
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      column_sum(state_[j].sum);
-      const FinalSoftmax result = finalize(state_[j]);
-      const float factor = result.factor * attention_.v_scale;
+      column_sum(softmax[j].sum);
+      const FinalSoftmax result = finalize(softmax[j]);
+      const float factor = result.factor * warp_.attention.v_scale;
       lse[j] = result.lse;
-      const int32_t row = lane_ % 4 * 2 + j;
+      const int32_t row = warp_.lane % 4 * 2 + j;
       if constexpr (kPermutesDims<Format>) {
 #pragma unroll
         for (int32_t odd = 0; odd < 2; ++odd) {
-          const ptx::SharedAddress to = accumulator_at(accumulators, row, odd * 16 + lane_ / 4 * 2);
+          const ptx::SharedAddress to = accumulator_at(accumulators, row, odd * 16 + warp_.lane / 4 * 2);
 #pragma unroll
           for (int32_t step = odd; step < kSteps; step += 2) {
-            ptx::store_shared_pair(to + step / 2 * 128, accumulators_[step][j] * factor,
-                                   accumulators_[step][2 + j] * factor);
+            ptx::store_shared_pair(to + step / 2 * 128, sums[step][j] * factor, sums[step][2 + j] * factor);
           }
         }
       } else {
 #pragma unroll
         for (int32_t eight = 0; eight < 4; ++eight) {
-          const ptx::SharedAddress to = accumulator_at(accumulators, row, eight * 8 + lane_ / 4);
+          const ptx::SharedAddress to = accumulator_at(accumulators, row, eight * 8 + warp_.lane / 4);
 #pragma unroll
           for (int32_t step = eight / 2; step < kSteps; step += 2) {
-            ptx::store_shared(to + step / 2 * 128, accumulators_[step][eight % 2 * 2 + j] * factor);
+            ptx::store_shared(to + step / 2 * 128, sums[step][eight % 2 * 2 + j] * factor);
           }
         }
       }
     }
     ptx::warp_sync();
     // Lane r / 2 of the first quad holds row r.
-    const float even = ptx::shuffle(lse[0], lane_ % 8 / 2), odd = ptx::shuffle(lse[1], lane_ % 8 / 2);
-    return lane_ % 2 == 0 ? even : odd;
+    const float even = ptx::shuffle(lse[0], warp_.lane % 8 / 2), odd = ptx::shuffle(lse[1], warp_.lane % 8 / 2);
+    return warp_.lane % 2 == 0 ? even : odd;
   }
 
   PREFIXPACK_DEVICE int32_t head_of(int32_t row, int32_t query) const {
-    return virtual_head() * heads_per_half_ + row - query * heads_per_half_;
+    return virtual_head() * warp_.heads_per_half + row - query * warp_.heads_per_half;
   }
 
   // Writes the partials of the queries that are not flagged in lane `query` of `complete`.
   PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress accumulators, float own_lse, int32_t partial_begin,
                                         int32_t complete) const {
     const int32_t num_rows = rows();
-    const int32_t column = lane_ % kRowLanes * 4;
+    const int32_t column = warp_.lane % kRowLanes * 4;
 #pragma unroll 1
     for (int32_t first = 0; first < num_rows; first += kRowsPerStore) {
-      const int32_t row = first + lane_ / kRowLanes;
-      const int32_t query = ptx::shuffle(query_, row);
+      const int32_t row = first + warp_.lane / kRowLanes;
+      const int32_t query = ptx::shuffle(warp_.query, row);
       const bool written = ptx::shuffle(complete, query) == 0;
       const float lse = ptx::shuffle(own_lse, row);
       const int32_t head = head_of(row, query);
       if (written && row < num_rows) {
-        const PartialRow target = partial_row(attention_, partial_begin + query, head);
+        const PartialRow target = partial_row(warp_.attention, partial_begin + query, head);
         float quad[4];
         ptx::load_shared(accumulator_at(accumulators, row, column), quad);
         ptx::store_quad(target.output + column, quad);
@@ -221,12 +231,12 @@ class WarpTileState {
 
   // Turns to the query's own list, where the group's result is the warp's partial.
   PREFIXPACK_DEVICE void begin_second_level() {
-    const int32_t parent = word(record_, kParent);
-    const int32_t first = array(offsetof(PlanHeader, list_offset_at))[parent];
-    if (lane_ == kList) record_ = parent;
-    if (lane_ == kListFirst) record_ = first;
-    if (lane_ == kPartialBegin) record_ = kInGlobalMemory;
-    if (lane_ == kParent) record_ = -1;
+    const int32_t parent = word_of(record, kParent);
+    const int32_t first = warp_.array(offsetof(PlanHeader, list_offset_at))[parent];
+    if (warp_.lane == kList) record = parent;
+    if (warp_.lane == kListFirst) record = first;
+    if (warp_.lane == kPartialBegin) record = kInGlobalMemory;
+    if (warp_.lane == kParent) record = -1;
     prefetch_partial_lists();
   }
 
@@ -235,13 +245,13 @@ class WarpTileState {
   // to the output, or, if the tile belongs to a group, to the group's partial.
   PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
                                  int32_t partial_begin, int32_t complete) const {
-    const int32_t row = first_row + lane_ / kCombineLanes;
-    const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
+    const int32_t row = first_row + warp_.lane / kCombineLanes;
+    const int32_t query = ptx::shuffle(warp_.query, row), token = ptx::shuffle(token_, row);
     const int32_t head = head_of(row, query), own_partial = partial_begin + query;
     const float lse = ptx::shuffle(own_lse, row);
     const int32_t list_begin = ptx::shuffle(list_begin_, query), list_end = ptx::shuffle(list_end_, query);
     const bool ready = ptx::shuffle(complete, query) != 0, writes = ready && token >= 0;
-    const bool writes_through = partial_begin == kWriteThrough, of_group = word(record_, kParent) >= 0;
+    const bool writes_through = partial_begin == kWriteThrough, of_group = word_of(record, kParent) >= 0;
     const int32_t count = !writes ? 0 : writes_through ? 1 : list_end - list_begin;
     int32_t longest = count;
 #pragma unroll
@@ -249,8 +259,8 @@ class WarpTileState {
       const int32_t other = ptx::shuffle_xor(longest, mask);
       longest = other > longest ? other : longest;
     }
-    const int32_t first_entry = list_begin - word(record_, kListFirst);
-    const int32_t* partials = array(offsetof(PlanHeader, list_partial_at));
+    const int32_t first_entry = list_begin - word_of(record, kListFirst);
+    const int32_t* partials = warp_.array(offsetof(PlanHeader, list_partial_at));
     // A partial of the row. index: in partial_lse, or -1 for the warp's own. Called by all lanes.
     struct Partial {
       int32_t index;
@@ -261,20 +271,20 @@ class WarpTileState {
       if (i >= count || writes_through) return Partial{-1, lse};
       if (first_entry + i >= 32) number = partials[list_begin + i];
       if (number == own_partial) return Partial{-1, lse};
-      const int32_t index = number * attention_.q_heads + head;
-      return Partial{index, ptx::load_relaxed(attention_.partial_lse + index)};
+      const int32_t index = number * warp_.attention.q_heads + head;
+      return Partial{index, ptx::load_relaxed(warp_.attention.partial_lse + index)};
     };
-    const int32_t column = lane_ % kRowLanes * 4;
+    const int32_t column = warp_.lane % kRowLanes * 4;
     float quads[kWarpCombineBatch][kPasses][4];
     const auto load_quads = [&](Partial partial, int32_t first) {
 #pragma unroll
       for (int32_t k = 0; k < kWarpCombineBatch; ++k) {
 #pragma unroll
         for (int32_t pass = 0; pass < kPasses; ++pass) {
-          const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+          const int32_t of_row = pass * kRowsPerStore + warp_.lane / kRowLanes;
           const int32_t index = ptx::shuffle(partial.index, of_row * kCombineLanes + first + k);
           if (index >= 0) {
-            ptx::load_relaxed(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
+            ptx::load_relaxed(warp_.attention.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
           } else {
             ptx::load_shared(accumulator_at(own_accumulators, first_row + of_row, column), quads[k][pass]);
           }
@@ -285,7 +295,7 @@ class WarpTileState {
     float accumulators[kPasses][4] = {};
 #pragma unroll 1
     for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kCombineLanes) {
-      const int32_t i = begin + lane_ % kCombineLanes;
+      const int32_t i = begin + warp_.lane % kCombineLanes;
       const Partial partial = partial_of(i);
       float weight = 0.0f;
       const int32_t here = longest - begin < kCombineLanes ? longest - begin : kCombineLanes;
@@ -299,12 +309,12 @@ class WarpTileState {
             if (i < count) state = add_partial(state, partial.lse);
 #pragma unroll 1
             for (int32_t next = kCombineLanes; ptx::uniform(next < longest); next += kCombineLanes) {
-              const int32_t j = next + lane_ % kCombineLanes;
+              const int32_t j = next + warp_.lane % kCombineLanes;
               const float further = partial_of(j).lse;
               if (j < count) state = add_partial(state, further);
             }
             ptx::warp_sync();
-            weights = combine_weights(attention_,
+            weights = combine_weights(warp_.attention,
                                       of_group ? kNoSink
                                       : writes ? head
                                                : 0,
@@ -317,7 +327,7 @@ class WarpTileState {
         for (int32_t k = 0; k < kWarpCombineBatch; ++k) {
 #pragma unroll
           for (int32_t pass = 0; pass < kPasses; ++pass) {
-            const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+            const int32_t of_row = pass * kRowsPerStore + warp_.lane / kRowLanes;
             const float quad_weight = ptx::shuffle(weight, of_row * kCombineLanes + first + k);
 #pragma unroll
             for (int32_t j = 0; j < 4; ++j) {
@@ -328,28 +338,28 @@ class WarpTileState {
       }
     }
     if (ptx::uniform(of_group)) {
-      const int32_t index = (word(record_, kGroupPartial) + query) * attention_.q_heads + head;
-      if (writes && lane_ % kCombineLanes == 0) attention_.partial_lse[index] = weights.lse;
+      const int32_t index = (word_of(record, kGroupPartial) + query) * warp_.attention.q_heads + head;
+      if (writes && warp_.lane % kCombineLanes == 0) warp_.attention.partial_lse[index] = weights.lse;
       ptx::warp_sync();
 #pragma unroll
       for (int32_t pass = 0; pass < kPasses; ++pass) {
-        const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+        const int32_t of_row = pass * kRowsPerStore + warp_.lane / kRowLanes;
         const int32_t target = ptx::shuffle(writes ? index : -1, of_row * kCombineLanes);
         if (target >= 0)
-          ptx::store_quad(attention_.partial_o + int64_t{target} * kHeadDim + column, accumulators[pass]);
+          ptx::store_quad(warp_.attention.partial_o + int64_t{target} * kHeadDim + column, accumulators[pass]);
       }
       return;
     }
-    if (writes && attention_.lse != nullptr && lane_ % kCombineLanes == 0) {
-      attention_.lse[token * attention_.lse_token_stride + head] = weights.lse * kLn2;
+    if (writes && warp_.attention.lse != nullptr && warp_.lane % kCombineLanes == 0) {
+      warp_.attention.lse[token * warp_.attention.lse_token_stride + head] = weights.lse * kLn2;
     }
-    const int64_t mine = writes ? token * attention_.o_token_stride + head * attention_.o_head_stride : -1;
+    const int64_t mine = writes ? token * warp_.attention.o_token_stride + head * warp_.attention.o_head_stride : -1;
     ptx::warp_sync();
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      const int64_t offset = ptx::shuffle(mine, (pass * kRowsPerStore + lane_ / kRowLanes) * kCombineLanes);
+      const int64_t offset = ptx::shuffle(mine, (pass * kRowsPerStore + warp_.lane / kRowLanes) * kCombineLanes);
       if (offset >= 0) {
-        auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
+        auto* to = static_cast<uint16_t*>(warp_.attention.o) + offset + column;
         using Output = typename Format::Output;
         ptx::store_words(to, Output::pack(accumulators[pass][0], accumulators[pass][1]),
                          Output::pack(accumulators[pass][2], accumulators[pass][3]));
@@ -357,23 +367,16 @@ class WarpTileState {
     }
   }
 
- protected:
-  const KernelParams& params_;
-  const AttentionParams& attention_;
-  const int32_t lane_;
-  const int32_t heads_per_half_;  // query heads of a tile
-
-  const int32_t query_;  // query, within the item, of the row that is this lane's number
-
+ public:
   // Tile being computed: lane i holds word i of its record.
-  int32_t record_ = 0;
-  SoftmaxState state_[2];
-  // accumulators_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; permuted as
+  int32_t record = 0;
+  SoftmaxState softmax[2];
+  // sums[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; permuted as
   // dtype_traits.cuh says.
-  float accumulators_[kSteps][4];
+  float sums[kSteps][4];
 
  private:
-  const int32_t header_;                   // word `lane` of the plan's header
+  const WarpLane warp_;
   int32_t token_ = -1;                     // of the row that is this lane's number
   int32_t list_begin_ = 0, list_end_ = 0;  // partial list of this lane's query
   int32_t list_partials_ = 0;              // entry `lane` of combine_partial from the item's first on
