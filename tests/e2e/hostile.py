@@ -6,7 +6,7 @@ BYTES: what the server reads of a body about pins. Several clients send bodies t
 is accepted: long pins, many labels, long tests and recordings. Sockets trickle: some send a header a byte at a time,
 two a body.
 Prints JSON: how often each body was sent, for each body the HTTP statuses of its answers, and when it was sent. It runs
-beside the clients that are measured, in a process of its own with a low priority.
+beside the clients that are measured, in a process of its own with the lowest priority.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def bodies(most: int) -> dict[tuple[str, str], list[tuple[str, bytes]]]:
         ("twice the same key", b'{"text":"","text":1,"arms":1,"arms":2}'),
     ]
     pins = [
-        ("the longest text that is encoded", filled(b'{"text":"', b"w20 ", b'"}', most * 9 // 10)),
+        ("the longest text that is encoded", filled(b'{"text":"', b"w20 ", b'"}', most * 49 // 100)),
         ("2^20 tokens", filled(b'{"token_ids":[', b"20,", b"20]}", 3 * MEGABYTE)),
         ("as many tokens as are read", filled(b'{"token_ids":[', b"1,", b"1]}")),
         ("lists as tokens", filled(b'{"token_ids":[', b"[],", b"[]]}")),
@@ -68,7 +68,7 @@ def bodies(most: int) -> dict[tuple[str, str], list[tuple[str, bytes]]]:
         ("60 MB of extra_key", filled(b'{"token_ids":[20],"extra_key":"', b"k", b'"}', 60 * MEGABYTE)),
         ("a long cache_salt", filled(b'{"token_ids":[20],"cache_salt":"', b"k", b'"}')),
         ("strings as tokens", filled(b'{"token_ids":[', b'"",', b'""]}')),
-        ("a text of quotes", filled(b'{"text":"', b'\\" ', b'"}')),
+        ("a text of quotes", filled(b'{"text":"', b'\\" ', b'"}', most * 73 // 100)),
         ("a text that does not end", filled(b'{"text":"', b"\\\\", b"")),
         ("a long label", filled(b'{"token_ids":[20],"label":"', b"k", b'"}')),
     ]
@@ -168,7 +168,7 @@ class Attack:
 
 
 def main(host: str, port: str, most: str) -> None:
-    os.nice(10)
+    os.nice(19)  # its own work is that of another machine
     sent = [(*to, name, body) for to, named in bodies(int(most)).items() for name, body in named]
     attack, all_sent = Attack(host, int(port)), enumerate(cycle(sent))
     clients = [threading.Thread(target=attack.trickle), threading.Thread(target=attack.accepted)]

@@ -171,7 +171,7 @@ SAY = "say which prefix: either text or token_ids"
         ('{"text": "\u0431"}'.encode(), "token_ids: 1073 is no token of this model: they are 0 to 999"),
         ({"token_ids": [1] * 101}, "token_ids has 101 tokens: a prefix of this server can have up to 100"),
         ({"text": "a" * 101}, "token_ids has 101 tokens: a prefix of this server can have up to 100"),
-        ({"text": "a" * 1601}, "text has 1601 characters: at most 1600 are accepted"),
+        ({"text": "a" * 801}, "text has 801 characters: at most 800 are accepted"),
         ({"text": "a", "extra_key": LONG}, "extra_key: String should have at most 256 characters"),
         ({"text": "a", "cache_salt": "\u00e9" * 129}, "cache_salt: it can have up to 256 bytes"),
         ({"text": "a", "lora_path": LONG}, "lora_path: String should have at most 256 characters"),
