@@ -144,6 +144,11 @@ MISTAKES = [
     ("abtest servers http://a http://b --out no/where --requests THREE", "there is no folder no"),
     ("abtest live http://127.0.0.1:abc packed stock", "no answer: nonnumeric port: 'abc'"),
     ("abtest live http://a packed stock --out .", ".: is a folder"),
+    ("abtest live nowhere packed stock", "server 'nowhere': expected http://HOST:PORT"),
+    ("abtest live http://a packed stock --seconds nan", "--seconds nan: expected more than 0"),
+    ("abtest live http://a packed stock --effect 0", "--effect 0.0: expected 0.01 to 100 percent"),
+    ("abtest live http://a packed stock --block 1", "--block 1: Input should be greater than or equal to 4"),
+    ("abtest live http://a packed stock --lease 9", "--lease 9: Input should be greater than or equal to 16"),
     ("abtest servers http://a http://b --requests THREE --seconds 0", "--seconds 0: expected more than 0"),
     ("abtest servers http://a http://b --requests nowhere", "nowhere: cannot read the requests"),
 ]
