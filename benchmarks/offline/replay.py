@@ -12,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -29,9 +28,11 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import CUSTOM_PARAMETER, GroupScheduler
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
@@ -126,7 +127,7 @@ class Replay:
         )
         self.policy = SchedulePolicy(queue_policy, self.tree, False, False, False)
         self.refresh, self._rounds = refresh, 0
-        self.pool, self.max_running, self.grouped, self.window = pool, max_running, grouped, window
+        self.pool, self.max_running, self.window = pool, max_running, window
         self.running = _Running()
         self.waiting: list[Req] = []
         self.outputs: dict[str, int] = {}
@@ -134,14 +135,15 @@ class Replay:
         self.ratio = _RATIO_START
         self.full = False
         self.result = Result()
-        self.group_scheduler = GroupScheduler()
-        self.shared_prefill = SharedPrefill(Counters())
+        self.failures = Failures()
+        self.group_scheduler = GroupScheduler(self.failures)
+        self.admission = Admission(self.failures)
         # Without the hooks of a backend that the process has made before.
         self._add: Callable[..., AddReqResult] = inspect.unwrap(PrefillAdder.add_one_req)
         if shared_prefill:
-            self._add = partial(self.shared_prefill.around_add_one_req, self._add)
+            self.admission.enlist(SharedPrefill(Counters(failures=self.failures)))
         if grouped:
-            self._add = partial(self.group_scheduler.around_add_one_req, self._add)
+            self.admission.enlist(self.group_scheduler)
 
     def run(self, jobs: Sequence[Job]) -> Result:
         """Runs all jobs. Raises ReplayError when nothing can be admitted any more, or KV is lost."""
@@ -192,14 +194,13 @@ class Replay:
             for request in self.waiting[:_REFRESHED_REQUESTS]:
                 self.tree.match_prefix(MatchPrefixParams(key=RadixKey(request.origin_input_ids)))
         self.policy.calc_priority(self.waiting, self.running)
-        if self.grouped:
-            self.group_scheduler.after_calc_priority(None, self.policy, self.waiting)
+        self.admission.after_calc_priority(None, self.policy, self.waiting)
         adder = PrefillAdder(1, self.tree, self.allocator, self.running, self.ratio, _MAX_PREFILL_TOKENS, None, 0)
         for request in self.waiting:
             if len(adder.can_run_list) + len(self.running.reqs) >= self.max_running:
                 break
             request.init_next_round_input(self.tree)
-            verdict = self._add(adder, request, False, None)
+            verdict = self.admission.around_add_one_req(self._add, adder, request, False, None)
             if verdict is not AddReqResult.CONTINUE:
                 self.full = verdict is AddReqResult.NO_TOKEN
                 break

@@ -147,7 +147,7 @@ def test_ranks_that_raise_at_the_same_place_admit_alike(both_ranks, server, expe
     wanted = expected(requests)
     for place in (
         "pinning.manager:PinningManager.on_queue", "pinning.manager:PinningManager.admitted",
-        "scheduling.shared_prefill:SharedPrefill.should_wait", "scheduling.group_scheduler:GroupScheduler.arrange",
+        "scheduling.shared_prefill:SharedPrefill.holds_back", "scheduling.group_scheduler:GroupScheduler.queue_ordered",
     ):  # fmt: skip
         server.flush_cache()
         for rank in both_ranks:

@@ -22,6 +22,7 @@ from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.settings import load_settings
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import MOST_ROUNDS, OTHER_ORDER, GroupScheduler
 from sgl_prefix_attn.sglang_plugin.telemetry import failures
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
@@ -56,7 +57,7 @@ def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, 
     result = replay.run(grouped_jobs(prompts, tree, output))
     assert result.finished == len(prompts)
     assert result.saving >= 0.99 * tree.saving
-    assert replay.group_scheduler.failures == 0
+    assert not replay.failures.counts
     plain = Replay(pool).run([Job(prompt, output) for prompt in prompts])
     assert plain.saving < result.saving
 
@@ -80,7 +81,7 @@ def test_every_random_job_comes_to_its_end_and_gives_back_all_memory(seed):
     )
     result = replay.run(jobs)  # raises for a hang, a leak, or KV that stays locked
     assert result.finished == len(jobs)
-    assert replay.group_scheduler.failures == 0
+    assert not replay.failures.counts
 
 
 class Policy:
@@ -121,9 +122,11 @@ class Jobs:
     def __init__(self) -> None:
         self.record = Failures()
         self.scheduler = GroupScheduler(self.record)
+        self.admission = Admission(self.record)
+        self.admission.enlist(self.scheduler)
 
     def arranged(self, queue: list[Request], policy: object = Policy) -> list[str]:
-        self.scheduler.after_calc_priority(None, policy, queue)
+        self.admission.after_calc_priority(None, policy, queue)
         return [request.name for request in queue]
 
     def admit(self, adder: Adder, request: Request) -> str:
@@ -131,7 +134,7 @@ class Jobs:
             adder.can_run_list.append(request)
             return "CONTINUE"
 
-        verdict = self.scheduler.around_add_one_req(original, adder, request)
+        verdict = self.admission.around_add_one_req(original, adder, request)
         return getattr(verdict, "name", verdict)
 
 
@@ -225,7 +228,8 @@ def test_after_a_failure_the_queue_is_sglangs_own(jobs, caplog):
     assert jobs.arranged(queue) == ["j0", "j1"]
     assert jobs.arranged(queue) == ["j0", "j1"]
     assert [jobs.admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
-    assert jobs.scheduler.failures == 1
+    assert jobs.record.counts == {"group_scheduling": 1}
+    assert set(jobs.record.disabled) == {"group_scheduling"}
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
@@ -235,7 +239,7 @@ def test_a_rank_alone_without_memory_does_not_go_on_with_another_queue_than_the_
         raise MemoryError
 
     monkeypatch.setattr(failures, "several_ranks", lambda: ranks)
-    monkeypatch.setattr(jobs.scheduler, "arrange", arrange)
+    monkeypatch.setattr(jobs.scheduler, "queue_ordered", arrange)
     with pytest.raises(MemoryError) if ranks else contextlib.nullcontext():
         jobs.arranged(in_job(0, 80))
     assert jobs.record.counts == {"group_scheduling": 1}
@@ -265,7 +269,7 @@ def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_the
     assert jobs.admit(adder, second) == "OTHER"
     adder.running_batch.reqs = [bad]
     assert jobs.admit(adder, third) == "CONTINUE"
-    assert (jobs.scheduler.failures, jobs.scheduler.places.malformed) == (0, 1)
+    assert (jobs.record.counts, jobs.scheduler.places.malformed) == ({}, 1)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "in an offline job" in record.getMessage()

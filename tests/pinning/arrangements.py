@@ -56,7 +56,7 @@ def factory() -> dict[str, Any]:
     from sgl_prefix_attn.settings import Settings
     from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
     from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
-    from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+    from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
     from sgl_prefix_attn.sglang_plugin.startup import hook_table
     from sgl_prefix_attn.sglang_plugin.startup.factory import create_backend
     from tests.sglang_plugin.fixture import Fixture, active_state
@@ -67,12 +67,15 @@ def factory() -> dict[str, Any]:
     state = active_state()
     ours = (
         *hook_table.OTHER_HOOKS,
-        *hook_table.group_hooks(state.own(GroupScheduler)),
+        *state.own(Admission).hooks(),
         *state.own(PinningHooks).table(),
     )
     registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
     return {
         "missing": [hook.target.path for hook in ours if not compat_hooks.is_applied(hook)],
+        "several_around": [
+            path for path, held in HookRegistry._hooks.items() if [kind.name for kind, *_ in held].count("AROUND") > 1
+        ],
         "twice": [path for (path, _), times in registered.items() if times > 1],
     }
 

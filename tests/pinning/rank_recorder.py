@@ -75,9 +75,9 @@ def record() -> None:
     _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.scores.lookahead.requests()))
     _after(PinningManager, "step", _stepped)
     _after(Retention, "_evict", lambda _, freed, n, wanted: note("evicted", wanted, freed, n.id, n.begin, n.end))
-    _after(GroupScheduler, "arrange", _arranged)
-    _after(GroupScheduler, "should_wait", _asked_to_wait)
-    _after(SharedPrefill, "should_wait", _passed_over)
+    _after(GroupScheduler, "queue_ordered", _arranged)
+    _after(GroupScheduler, "holds_back", _asked_to_wait)
+    _after(SharedPrefill, "holds_back", _passed_over)
     _after(BatchTracker, "step", _paths_read)
     _after(Planner, "plan", lambda planner, plan, *a, **k: note("plan", planner.plans_made, _digest(plan, _PLAN)))
     _after(Counters, "as_dict", _counted)
@@ -166,12 +166,12 @@ def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[
         note("order", [request.rid for request in queue])
 
 
-def _asked_to_wait(scheduler: GroupScheduler, waits: bool, adder: Any, request: Any) -> None:
+def _asked_to_wait(scheduler: GroupScheduler, waits: str | None, adder: Any, request: Any) -> None:
     if scheduler.places.place_of(request) is not None:
         note("waits" if waits else "may go", request.rid, dict(scheduler.held_back))
 
 
-def _passed_over(prefills: SharedPrefill, waits: bool, adder: Any, request: Any) -> None:
+def _passed_over(prefills: SharedPrefill, waits: str | None, adder: Any, request: Any) -> None:
     if waits:
         note("passed over", request.rid, len(request.origin_input_ids))
 

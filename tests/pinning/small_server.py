@@ -20,6 +20,8 @@ from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 from tests.support.caches import GENERATION, Pools
 
 
@@ -57,6 +59,8 @@ class SmallServer(Pools):
         self.retractions = 0
         self.prompt_tokens = self.cached_tokens = 0
         self.hooks = NoHooks() if settings is None else PinningHooks(settings)
+        self.admission = Admission(Failures())
+        self.admission.enlist(self.hooks)
 
     @property
     def manager(self) -> PinningManager:
@@ -120,7 +124,7 @@ class SmallServer(Pools):
         if self.pool.available_size() <= 0:
             running.batch_is_full = True
             return False
-        self.hooks.after_calc_priority(None, self, self.waiting)
+        self.admission.after_calc_priority(None, self, self.waiting)
         # A low ratio: more is admitted than fits to its end, so that decode has to retract.
         adder = PrefillAdder(self.page, self.cache, self.allocator, running, 0.1, 4096, None)
         for request in self.waiting:
@@ -128,7 +132,7 @@ class SmallServer(Pools):
                 running.batch_is_full = True
                 break
             request.init_next_round_input(self.cache)
-            result = self.hooks.around_add_one_req(
+            result = self.admission.around_add_one_req(
                 PrefillAdder.add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None
             )
             if result != AddReqResult.CONTINUE:

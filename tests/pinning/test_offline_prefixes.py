@@ -74,7 +74,7 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, jobs=True, block=1))
     bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
     bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
-    server.hooks.after_calc_priority(None, server, server.waiting)
+    server.admission.after_calc_priority(None, server, server.waiting)
     assert server.manager.retention.scores.lookahead.requests() == [bad.rid, good.rid]
     assert server.manager.counters.failures == 0
 
@@ -90,7 +90,7 @@ def test_a_prompt_is_hashed_once_however_many_spans_of_it_are_shared(monkeypatch
     sent = server.send(prompt(1), 2)
     spans = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
     sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, spans).encode()}
-    server.hooks.after_calc_priority(None, server, server.waiting)
+    server.admission.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
     scores = server.manager.retention.scores
     # A block counts for the span that ends it.

@@ -18,6 +18,8 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnly
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
@@ -162,7 +164,7 @@ class Fixture:
         self.state.serve(self.facts)
         self.state.stock_backend = stock_backend
         self.stock = self.make_stock()
-        self.backend = PrefixPackBackend(self.facts, self.stock, self.state, self.make_executor())
+        self.backend: Any = self.make_backend()
         prefix = [s - q for s, q in zip(seq_lens, query_lens or [1] * len(seq_lens), strict=True)]
         self.step = StepPaths(
             PrefixForest.from_paths(paths, prefix_lens=prefix),
@@ -183,7 +185,14 @@ class Fixture:
         return CountingStock(self.runner)
 
     def make_executor(self) -> Any:
-        """The executor; None: the one that the backend makes for the server."""
+        """The executor, or the reason why there is none."""
+        return make_executor(self.facts, self.state.settings, self.state.stock_backend)
+
+    def make_backend(self, stock: Any = None) -> Any:
+        """A backend of ours over a stock backend; None: the fixture's."""
+        executor = self.make_executor()
+        kind: Any = StockOnly if isinstance(executor, Reason) else PrefixPackBackend
+        return kind(self.facts, stock or self.stock, self.state, executor)
 
     @property
     def handover(self) -> Handover:

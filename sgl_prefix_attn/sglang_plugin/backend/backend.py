@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-
-from sgl_prefix_attn.sglang_plugin.backend.bypass import bypass
-from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
+from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate, delegated
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
@@ -22,7 +17,6 @@ from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, StepDecision, StepKind, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
-from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import UNSCALED, kv_scales
@@ -30,18 +24,17 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
 
-@delegate(AttentionBackend, "stock")
-class PrefixPackBackend(AttentionBackend):
+class PrefixPackBackend(StockProxy):
     """Runs decode steps, extend steps over a cached prefix and mixed steps packed; all else runs on `stock`, counted.
 
     `StepPlanner` decides each step. This class keeps the decision until the next step and acts on it.
 
     Args:
-        stock: the stock backend. It answers every member of the base class that is not defined here.
+        facts: of the server.
+        stock: the stock backend.
         state: the state of the process.
-        executor: runs packed steps, or the reason why none does; None: the one for the server's device.
-        wraps: the stock backend's name in wrap mode. SGLang then takes this object for one of the stock backend's
-            class. None: the process's one stock backend, under the name `prefixpack`.
+        executor: runs packed steps.
+        wraps: the stock backend's name in wrap mode; see `StockProxy`.
 
     Attributes:
         decision: how the present step runs.
@@ -49,35 +42,22 @@ class PrefixPackBackend(AttentionBackend):
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
-    _wraps: str | None = None
-    # SGLang assigns these. SGLang before 0.5.19 has no `forward_metadata` in its base class.
-    forward_metadata = delegated("stock", "forward_metadata")
-    token_to_kv_pool = delegated("stock", "token_to_kv_pool")
-
-    def __new__(cls, facts: Any = None, stock: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = cls  # `cache` cannot tell that it is hashable
-        return super().__new__(_named_as(kind, type(stock).__name__))
-
     def __init__(
         self,
         facts: ServerFacts,
         stock: Any,
         state: PluginState,
-        executor: Executor | Reason | None = None,
+        executor: Executor,
         *,
         wraps: str | None = None,
     ) -> None:
-        self.stock = stock
-        self._wraps = wraps
+        super().__init__(facts, stock, state, wraps=wraps)
         stock_name = wraps or state.stock_backend
-        self.req_to_token_pool = facts.req_to_token_pool
         assert state.handover is not None, "PluginState.serve comes first"
-        self._state, self._handover = state, state.handover
+        self._handover = state.handover
         self._counters = state.counters
-        made = make_executor(facts, state.settings, stock_name) if executor is None else executor
-        why_all_stock = made if isinstance(made, Reason) else None
-        self._executor = CpuExecutor(facts, state.settings) if isinstance(made, Reason) else made
-        self._layers = LayerRegistry(facts, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
+        self._executor = executor
+        self._layers = LayerRegistry(facts, executor, self._counters, None, knows_kv_scales(stock_name))
         microbatches = facts.microbatches
         policies = LivePolicies(
             state.settings,
@@ -109,17 +89,6 @@ class PrefixPackBackend(AttentionBackend):
         self._record = BackendRecord(self._step_planner, router, self._executor, self._layers, wraps)
         state.add(self, self._record)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "stock":  # __init__ has not set it yet
-            raise AttributeError(name)
-        return getattr(self.stock, name)
-
-    def _class_for_sglang(self) -> type:
-        """What `isinstance` sees besides our own class. SGLang's models ask for the stock backend's class."""
-        return type(self.stock) if self._wraps is not None else PrefixPackBackend
-
-    __class__ = property(_class_for_sglang)
-
     @property
     def needs_cpu_seq_lens(self) -> bool:
         """Whether SGLang has to keep lengths in host memory, for which speculation waits for the device in each step.
@@ -130,15 +99,10 @@ class PrefixPackBackend(AttentionBackend):
         reads = self._step_planner.packs_some_steps and not self._reads_bounds
         return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
-    def stop_packing(self, reason: Reason) -> None:
-        """From now on, SGLang's calls reach the stock backend at once. Valid if no step will run packed.
-
-        Args:
-            reason: why not.
-        """
+    def pass_through(self, reason: Reason) -> None:
+        """As of any `StockProxy`. Valid if no step will run packed."""
         self.decision = STOCK
-        step_done = None if self._state.exporter is None else self._state.step_done
-        bypass(self, self.stock, self._counters, reason, step_done)
+        super().pass_through(reason)
 
     # Metadata -------------------------------------------------------------------------------------------------------
 
@@ -326,14 +290,3 @@ class PrefixPackBackend(AttentionBackend):
         return stock_forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
-
-
-@functools.cache
-def _named_as(kind: Any, name: str) -> Any:
-    """`kind` under the name of a stock backend's class.
-
-    For the verify steps of DFLASH SGLang decides by `type(backend).__name__` whether a graph gets a mask. A graph of
-    Triton or FlashInfer with one would read what its capture left there: no step fills it.
-    """
-    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # what `repr` shows
-    return type(kind)(name, (kind,), members)

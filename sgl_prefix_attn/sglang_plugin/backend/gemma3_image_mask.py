@@ -19,10 +19,10 @@ def around_prepare_attn_masks(original: Callable[..., Any], model: Any, *args: A
     """AROUND hook on `Gemma3ForConditionalGeneration.prepare_attn_masks`."""
     from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
-    from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+    from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
 
     context = get_forward_context()
-    if not isinstance(context.attn_backend, PrefixPackBackend):
+    if not isinstance(context.attn_backend, StockProxy):
         return original(model, *args, **kwargs)
     with forward_context(dataclasses.replace(context, attn_backend=context.attn_backend.stock)):
         return original(model, *args, **kwargs)

@@ -47,7 +47,8 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     if record is None and command["action"] != START:  # what was started before packing stopped can be ended
         record = next(iter(state.backends.values()), None)
     if record is None:
-        return _error("refused", "no step of this server runs packed")
+        kind = "refused" if command["action"] == START else "unknown"
+        return _error(kind, "no step of this server runs packed")
     try:
         if command["action"] == START:
             return _started(command, record.router)

@@ -58,7 +58,8 @@ class PluginState:
         handover: None until the first backend is built; until then no hook does anything.
         exporter: Prometheus metrics; None if this process exports none.
         stock_backend: name of the stock backend of the target model.
-        backends: the record of each backend, in the order of their creation, for as long as the backend lives.
+        backends: the record of each backend that may pack, in the order of their creation, for as long as it lives.
+        refused: why the others pack nothing, of each that lives.
         handover_hooks: bodies of the hooks that serve `handover`.
     """
 
@@ -69,6 +70,7 @@ class PluginState:
     exporter: MetricsExporter | None = None
     stock_backend: str = ""
     backends: weakref.WeakKeyDictionary[Any, BackendRecord] = field(default_factory=weakref.WeakKeyDictionary)
+    refused: weakref.WeakKeyDictionary[Any, Reason] = field(default_factory=weakref.WeakKeyDictionary)
     handover_hooks: HandoverHooks = field(default_factory=HandoverHooks)
     _owned: dict[type, Any] = field(default_factory=dict, repr=False)
     _records: list[weakref.ref[BackendRecord]] = field(default_factory=list, repr=False)
@@ -91,13 +93,19 @@ class PluginState:
             self.exporter = MetricsExporter.of_server(facts.server_args, facts.ranks)
 
     def add(self, backend: Any, record: BackendRecord) -> None:
-        """Adds the record of a backend. Paths are read from now on if any backend may pack them."""
+        """Adds the record of a backend that may pack. Paths are read from now on if any backend may pack them."""
         self.backends[backend] = record
         self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
             self.handover.read_packable_only(self.why_stock)
             if record.step_planner.why_all_stock is None:
                 self.handover_hooks.active = self.handover
+
+    def refuse(self, backend: Any, reason: Reason) -> None:
+        """Notes why a backend packs nothing."""
+        self.refused[backend] = reason
+        if self.handover is not None:
+            self.handover.read_packable_only(self.why_stock)
 
     def why_stock(self, mode: Mode) -> Reason | None:
         """The reason why no backend packs steps of a kind, None if one may."""
@@ -109,11 +117,11 @@ class PluginState:
                 return None
             if reason != fallback_reasons.DRAFT_WORKER:  # their steps are not read
                 never = never or reason
-        return never
+        return never or next(iter(self.refused.values()), None)
 
     def refusal(self) -> Reason | None:
         """The reason why no backend packs a step any more, None if one may or if there is no backend."""
-        reasons = [record.step_planner.why_all_stock for record in self.backends.values()]
+        reasons = [record.step_planner.why_all_stock for record in self.backends.values()] + [*self.refused.values()]
         if not reasons or None in reasons:
             return None
         return next((reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER), reasons[0])
@@ -136,7 +144,7 @@ class PluginState:
         if not self.handover.runs_one_token_steps:
             self.handover_hooks.active = None
         for backend, record in self.backends.items():
-            backend.stop_packing(record.step_planner.why_all_stock)
+            backend.pass_through(record.step_planner.why_all_stock)
 
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""
@@ -199,7 +207,7 @@ def of_process(settings: Settings, sglang_version: str) -> PluginState:
 
 def deactivate_hooks() -> None:
     """Lets the hooks on steps do nothing from now on, unless a backend of ours lives in this process."""
-    if _state is not None and not _state.backends:
+    if _state is not None and not (_state.backends or _state.refused):
         _state.handover = _state.handover_hooks.active = None
 
 

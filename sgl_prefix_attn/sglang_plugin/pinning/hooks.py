@@ -17,19 +17,24 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
     RELEASE_KV,
     RUN_BATCH,
 )
-from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE, ON_IDLE
+from sgl_prefix_attn.sglang_plugin.compat.targets import INTERNAL_STATE, ON_IDLE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings, PinningState
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Gatekeeper
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures, Guard
 
 
-class PinningHooks:
-    """The bodies of the hooks of one process.
+class PinningHooks(Gatekeeper):
+    """The bodies of the hooks of one process, and a gatekeeper of admission.
 
     Attributes:
         state: the managers of the prefix caches that the hooks have seen.
     """
+
+    gate = "pins"
+    unhooked = "pins can block admission"
+    queue_unhooked = "retention ignores the waiting queue"
 
     def __init__(self, settings: PinningSettings, failures: Failures | None = None) -> None:
         self.state = PinningState(settings, failures or Failures())
@@ -55,8 +60,8 @@ class PinningHooks:
         if manager is not None and (manager.retention or manager.pins):
             manager.before_allocation(num_tokens)
 
-    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """AROUND hook on `PrefillAdder.add_one_req`: records admissions, and keeps pins from blocking them.
+    def refused(self, adder: Any, request: Any, result: Any, try_again: Callable[[], Any]) -> Any | None:
+        """Keeps pins from blocking a request.
 
         If no request runs and none was admitted, no tokens will be freed. Up to SGLang 0.5.20 a refused request is then
         never tried again. So pins are shed and the request is tried again. While requests run, pins stay: SGLang tries
@@ -68,26 +73,28 @@ class PinningHooks:
         """
         manager = self.state.manager_of(adder.tree_cache)
         if manager is None:
-            return original(adder, req, *args, **kwargs)
-        result = original(adder, req, *args, **kwargs)
+            return None
         with Guard(manager.counters, "pins.add_one_req"):
-            refused = result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req)
-            if refused and self._idle(adder):
+            if result.name == "NO_TOKEN" and manager.pins and self._idle(adder):
                 if self._others_run(adder):
                     return type(result).OTHER
-                # SGLang asks for one token more than the prompt and the capped new tokens.
-                wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
-                wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
-                manager.make_room_for(req, wanted)
-                result = original(adder, req, *args, **kwargs)
-                if result.name == "NO_TOKEN" and not _admitted(adder, req):  # the cached prefix may not be used
+                wanted = min(_most_tokens(request) + 2 * adder.page_size, adder.token_to_kv_pool_allocator.size)
+                manager.make_room_for(request, wanted)
+                result = try_again()
+                if result.name == "NO_TOKEN" and not adder.can_run_list:  # the cached prefix may not be used
                     manager.make_room(wanted)
-                    result = original(adder, req, *args, **kwargs)
-            if _admitted(adder, req):
-                if self.state.sends_kv:
-                    self._unsent.add(req)
-                manager.admitted(req, _cached_tokens(req))
+                    result = try_again()
         return result
+
+    def admitted(self, adder: Any, request: Any) -> None:
+        """Records an admission."""
+        manager = self.state.manager_of(adder.tree_cache)
+        if manager is None:
+            return
+        with Guard(manager.counters, "pins.add_one_req"):
+            if self.state.sends_kv:
+                self._unsent.add(request)
+            manager.admitted(request, _cached_tokens(request))
 
     def _idle(self, adder: Any) -> bool:
         """Whether no request of this batch will free tokens."""
@@ -104,13 +111,13 @@ class PinningHooks:
         batches = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))
         return any(batch is not None and batch.reqs for batch in batches)
 
-    def after_calc_priority(self, result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
-        """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
+    def queue_ordered(self, policy: Any, waiting: list[Any]) -> None:
+        """Tells retention the waiting queue in its final order."""
         manager = self.state.manager_of(policy.tree_cache)
         if manager is None or manager.retention is None:
             return
         with Guard(manager.counters, "pins.calc_priority"):
-            manager.on_queue(waiting_queue)
+            manager.on_queue(waiting)
 
     def after_release_kv(self, result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
@@ -184,11 +191,9 @@ class PinningHooks:
             self.state.flush_metrics(scheduler, manager)
 
     def table(self) -> tuple[Hook, ...]:
-        """The hooks for the installed SGLang."""
+        """The hooks for the installed SGLang, without those of `Admission`."""
         hooks = (
             Hook(EVICT, self.around_evict, "AROUND", "pins can make an allocation fail"),
-            Hook(ADD_ONE_REQ, self.around_add_one_req, "AROUND", "pins can block admission"),
-            Hook(CALC_PRIORITY, self.after_calc_priority, "AFTER", "retention ignores the waiting queue"),
             Hook(RELEASE_KV, self.after_release_kv, "AFTER", "retention does not learn what is cached"),
             Hook(RUN_BATCH, self.after_run_batch, "AFTER", "pins do not expire"),
             Hook(ON_IDLE, self.after_on_idle, "AFTER", "metrics of pins lag by some steps while the server is idle"),
@@ -229,14 +234,12 @@ def _data_parallel_rank(scheduler: Any) -> int | None:
         return None
 
 
-def _admitted(adder: Any, req: Any) -> bool:
-    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def _new_tokens(req: Any) -> int:
+def _most_tokens(req: Any) -> int:
+    """Tokens that SGLang asks for: one more than the prompt and the capped new tokens."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    new = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    return len(req.origin_input_ids) + len(req.output_ids) + new + 1
 
 
 def _cached_tokens(req: Any) -> int:

@@ -1,12 +1,11 @@
 """Runs the groups of an offline job together inside SGLang's own queue.
 
 A request belongs to a job if its sampling parameters say so (`CUSTOM_PARAMETER`, as the batch runner sets it); for all
-others nothing changes, and they go before the job's. Two hooks: AFTER `SchedulePolicy.calc_priority` brings the job's
-waiting requests into order, and AROUND `PrefillAdder.add_one_req` holds one back while the prefix it shares is being
-computed by another, or while there is no memory for what has been begun: admission goes by the KV footprint of the
-groups, which is their prefixes once, their tails and their whole expected decode growth (BatchLLM, section 4.3.3:
-memory instead of a number of requests). SGLang itself reserves a part of the growth and retracts requests when that
-was too little; a retracted request computes its prompt again.
+others nothing changes, and they go before the job's. This gatekeeper brings the job's waiting requests into order. It
+holds one back while the prefix it shares is being computed by another, or while there is no memory for what
+has been begun: admission goes by the KV footprint of the groups, which is their prefixes once, their tails and their
+whole expected decode growth (BatchLLM, section 4.3.3: memory instead of a number of requests). SGLang itself reserves a
+part of the growth and retracts requests when that was too little; a retracted request computes its prompt again.
 
 Anybody who can send a request can write such a parameter, so its value is checked before it is used. A request with a
 malformed one is in no job, and nobody else notices. A job belongs to one namespace and to those who know its name. What
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +31,8 @@ from sgl_prefix_attn.offline.queue_order import (
     Waiting,
 )
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Failures
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Gatekeeper
+from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
 
 logger = logging.getLogger(__name__)
 
@@ -79,61 +78,33 @@ class PlaceReader:
         return place
 
 
-class GroupScheduler:
-    """The offline jobs of one scheduler process, with the bodies of the two hooks.
+class GroupScheduler(Gatekeeper):
+    """The offline jobs of one scheduler process.
 
     Attributes:
         places: reads the places of requests.
         held_back: how often a request was held back: "prefix" being computed, "memory" reserved for others.
-        failures: exceptions of ours; after the first one the queue is SGLang's alone.
 
     Args:
-        record: exceptions of the process, and what is off.
+        record: what is off in the process.
     """
 
-    def __init__(self, record: Failures | None = None) -> None:
-        self._record = record or Failures()
+    gate = "group_scheduling"
+    unhooked = queue_unhooked = "offline jobs run as they come"
+
+    def __init__(self, record: Failures) -> None:
+        self._record = record
         self.places = PlaceReader()
         self.held_back: Counter[str] = Counter()
-        self.failures = 0
         self._other_order = False
         self._order: QueueOrder[Any] = QueueOrder()
         self._turns: dict[Any, Turn[Any]] = {}
         self._output_at_start: dict[Any, int] = {}
         self._growth: tuple[Any, float] = (None, 0.0)
 
-    def after_calc_priority(
-        self, result: Any, policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """AFTER hook on `SchedulePolicy.calc_priority`."""
-        if self.failures:
-            return
-        try:
-            self.arrange(policy, waiting_queue)
-        except Exception as error:  # the one guard of this hook: the scheduler must go on
-            self.failed(error)
-
-    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """AROUND hook on `PrefillAdder.add_one_req`."""
-        try:
-            waits = self.should_wait(adder, req)
-        except Exception as error:  # the one guard of the decision
-            self.failed(error)
-            waits = False
-        if waits:
-            from sglang.srt.managers.schedule_policy import AddReqResult
-
-            return AddReqResult.OTHER
-        result = original(adder, req, *args, **kwargs)
-        try:
-            self.note_admitted(adder, req)
-        except Exception as error:  # the one guard of the bookkeeping
-            self.failed(error)
-        return result
-
-    def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
+    def queue_ordered(self, policy: Any, waiting: list[Any]) -> None:
         """Brings the offline requests of the queue into order, in place; the others stay in front, in their order."""
-        jobs = [(request, place) for request in waiting_queue if (place := self.places.place_of(request)) is not None]
+        jobs = [(request, place) for request in waiting if (place := self.places.place_of(request)) is not None]
         if not jobs:
             self._turns.clear()
             return
@@ -144,20 +115,20 @@ class GroupScheduler:
                 self._other_order = True
             return
         self._note_ended()
-        waiting = [
+        of_jobs = [
             Waiting(request, _possible(request, place), len(request.origin_input_ids), len(request.output_ids))
             for request, place in jobs
         ]
-        turns = self._order.arrange(waiting)
+        turns = self._order.arrange(of_jobs)
         self._turns = {turn.request: turn for turn in turns}
-        online = [request for request in waiting_queue if request not in self._turns]
-        waiting_queue[:] = [*online, *(turn.request for turn in turns)]
+        online = [request for request in waiting if request not in self._turns]
+        waiting[:] = [*online, *(turn.request for turn in turns)]
 
-    def should_wait(self, adder: Any, request: Any) -> bool:
-        """Whether an offline request that has just been matched with the cache is better not admitted now."""
+    def holds_back(self, adder: Any, request: Any) -> str | None:
+        """OTHER for an offline request that has just been matched with the cache and is better not admitted now."""
         turn = self._turns.get(request)
         if turn is None or not (adder.can_run_list or versions.anything_runs(adder)):
-            return False
+            return None
         matched = versions.matched_tokens(request)
         own = len(request.origin_input_ids) + len(request.output_ids) - matched + turn.decode
         left = adder.rem_total_tokens - own - self._unreserved_growth(adder)
@@ -169,23 +140,16 @@ class GroupScheduler:
                 reason = "prefix" if coming else "memory"
                 setattr(request, _ROUNDS, rounds + 1)
         if reason is None:
-            return False
+            return None
         self.held_back[reason] += 1
-        return True
+        return "OTHER"
 
-    def note_admitted(self, adder: Any, request: Any) -> None:
-        """To be called after admission was tried."""
-        if request in self._turns and adder.can_run_list and adder.can_run_list[-1] is request:
+    def admitted(self, adder: Any, request: Any) -> None:
+        """Notes an offline request that is being computed."""
+        if request in self._turns:
             del self._turns[request]
             self._output_at_start[request] = len(request.output_ids)
             self._order.admitted(request, getattr(request, _PLACE))
-
-    def failed(self, error: Exception) -> None:
-        """Counts an exception; the hooks end with the first."""
-        self._record.failed("group_scheduling", error, "from now on the queue is SGLang's own")
-        self._record.switch_off("group_scheduling", OF_AN_EXCEPTION)
-        self.failures += 1
-        self._turns.clear()
 
     def _unreserved_growth(self, adder: Any) -> float:
         """KV tokens that running requests of jobs are expected to need beyond what the adder has reserved for them.

@@ -1,9 +1,9 @@
 """Computes a prefix that several waiting requests share once.
 
 A prompt's KV enters the radix tree after its prefill step; with overlap scheduling, one step later. SGLang admits the
-other samples of the prompt before that, and each of them computes the whole prompt again. A hook
-AROUND `PrefillAdder.add_one_req` passes over such a request while another one computes its prefix. The request keeps
-its place in the queue, and requests behind it may be admitted. It finds the prefix in the tree a round or two later.
+other samples of the prompt before that, and each of them computes the whole prompt again. This gatekeeper passes over
+such a request while another one computes its prefix. The request keeps its place in the queue, and requests behind it
+may be admitted. It finds the prefix in the tree a round or two later.
 
 What is lost by waiting is a prefill step. So a few recomputed tokens beside each prefill are allowed (`WORTH_WAITING`).
 A request waits only for a prefill that is under way, and never while nothing runs. It waits for few prefills: if the
@@ -14,14 +14,14 @@ tree and the requests' tokens, so all ranks take the same ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Gatekeeper
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
@@ -89,19 +89,21 @@ class _Prefill:
         return len(self.request.output_ids) > self.outputs or self.request.finished()
 
 
-class SharedPrefill:
-    """The prefills under way in one scheduler process, with the body of the hook.
+class SharedPrefill(Gatekeeper):
+    """The prefills under way in one scheduler process.
 
     Args:
         counters: totals of the process.
 
     Attributes:
         active: whether any request waits; off where no backend of ours lives.
-        failures: exceptions of ours; after the first one admission is SGLang's alone.
     """
 
+    gate = "shared_prefill"
+    unhooked = "requests compute shared prefixes again"
+
     def __init__(self, counters: Counters) -> None:
-        self.active, self.failures = True, 0
+        self.active = True
         self._counters = counters
         self._prefills: list[_Prefill] = []
         # The first by node, namespace and the next tokens. A prefill holds its node, so no other has its id.
@@ -112,28 +114,13 @@ class SharedPrefill:
         self._passed_over = 0
         self._beside: tuple[_Prefill, int] | None = None
 
-    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """AROUND hook on `PrefillAdder.add_one_req`."""
-        if self.failures or not self.active:
-            return original(adder, req, *args, **kwargs)
-        try:
-            waits = self.should_wait(adder, req)
-        except Exception as error:  # the one guard of the decision
-            self._failed(error)
-            waits = False
-        if waits:
-            from sglang.srt.managers.schedule_policy import AddReqResult
+    def holds_back(self, adder: Any, request: Any) -> str | None:
+        """CONTINUE, which passes over a request, or OTHER, which ends the round, for a request that should wait."""
+        if not self.active or not self._should_wait(adder, request):
+            return None
+        return "CONTINUE" if self._passed_over < MOST_PASSED_OVER else "OTHER"
 
-            # CONTINUE without an admission passes over the request; OTHER ends the round.
-            return AddReqResult.CONTINUE if self._passed_over < MOST_PASSED_OVER else AddReqResult.OTHER
-        result = original(adder, req, *args, **kwargs)
-        try:
-            self.note_admitted(adder, req)
-        except Exception as error:  # the one guard of the bookkeeping
-            self._failed(error)
-        return result
-
-    def should_wait(self, adder: Any, request: Any) -> bool:
+    def _should_wait(self, adder: Any, request: Any) -> bool:
         """Whether a request that has just been matched with the tree is better admitted in a later round."""
         if adder is not self._adder:
             self._begin_round(adder)
@@ -171,9 +158,9 @@ class SharedPrefill:
         self._counters.shared_prefill_waits += 1
         return True
 
-    def note_admitted(self, adder: Any, request: Any) -> None:
-        """To be called after admission was tried."""
-        if not adder.can_run_list or adder.can_run_list[-1] is not request:
+    def admitted(self, adder: Any, request: Any) -> None:
+        """Notes a prefill that others may wait for."""
+        if not self.active:
             return
         self._waited.pop(request, None)
         if self._beside is not None:
@@ -214,15 +201,6 @@ class SharedPrefill:
                 if prefill is not None:
                     return prefill
         return None
-
-    def _failed(self, error: Exception) -> None:
-        """Counts an exception; the hook ends with the first."""
-        record = self._counters.failures
-        record.failed("shared_prefill", error, "from now on admission is SGLang's own")
-        record.switch_off("shared_prefill", OF_AN_EXCEPTION)
-        self.failures += 1
-        self._prefills, self._by_key, self._adder = [], {}, None
-        self._waited.clear()
 
 
 def _key(request: Any, node: Any, depth: int, tokens: int) -> tuple[Any, ...]:

@@ -94,19 +94,15 @@ def register_hooks(settings: Settings, version: str) -> None:
     from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks
     from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
-    from sgl_prefix_attn.sglang_plugin.pinning import registration
-    from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
     from sgl_prefix_attn.sglang_plugin.startup import hook_table
 
     state = plugin_state.of_process(settings, version)
-    wanted: tuple[hooks.Hook, ...] = ()
-    if settings.group_scheduling:
-        wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
+    wanted = hook_table.scheduling_hooks(settings, state)
     if asks_for_scheduling(settings):
         wanted += hook_table.SCHEDULING_STATE_HOOKS
     if may_need_cpu_hooks(settings):
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
-    hooks.register(wanted + registration.hooks_for(settings, state))
+    hooks.register(wanted)
 
 
 def register_ray_actors() -> None:

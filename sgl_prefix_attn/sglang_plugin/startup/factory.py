@@ -12,16 +12,16 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
-from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnly
+from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, set_draft_backend, stock_name
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
-from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
-from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.startup import hook_table
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -30,7 +30,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 logger = logging.getLogger(__name__)
 
 
-def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
+def create_backend(runner: Any, settings: Settings) -> StockProxy:
     """The factory behind the name `prefixpack`.
 
     Raises:
@@ -57,7 +57,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if isinstance(executor, Reason):
         level = logging.INFO if executor in _EXPECTED else logging.WARNING
         logger.log(level, "prefixpack: all steps of this backend run on the stock backend: %s", executor.text)
-        return StockOnlyBackend(facts, stock, state, executor)
+        return StockOnly(facts, stock, state, executor)
     backend = PrefixPackBackend(facts, stock, state, executor)
     hook_verify_steps(backend, state)
     return backend
@@ -153,18 +153,16 @@ def connect(
         if shares and has_effect("shared_prefill", shared_prefill.why_none_waits):
             prefills = state.own(SharedPrefill, state.counters)
             prefills.active = True
-            wanted += hook_table.shared_prefill_hooks(prefills)
+            state.own(Admission, state.counters.failures).enlist(prefills)
     if facts.is_cpu and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
     elif packs and not facts.is_cpu and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
-    if settings.group_scheduling:
-        wanted += hook_table.group_hooks(state.own(GroupScheduler, state.counters.failures))
     if not wraps and masks_images(facts, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
-    wanted += registration.hooks_for(settings, state)
+    wanted += hook_table.scheduling_hooks(settings, state)
     missing = hooks.ensure_applied(wanted)
     if versions.ask_for_readable_tree_core(os.environ):
         logger.warning(

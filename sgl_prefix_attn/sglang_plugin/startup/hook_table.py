@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 
+from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, memory_release, server_info
+from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
-from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
@@ -69,17 +72,20 @@ def verify_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
     )
 
 
-def group_hooks(scheduler: GroupScheduler) -> tuple[Hook, ...]:
-    """Hooks for servers with the setting group_scheduling. The one on calc_priority reads the whole waiting queue."""
-    return (
-        Hook(targets.CALC_PRIORITY, scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
-        Hook(targets.ADD_ONE_REQ, scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
-    )
+def scheduling_hooks(settings: Settings, state: PluginState) -> tuple[Hook, ...]:
+    """Hooks for gatekeepers of admission; of servers whose settings ask for pins or retention also the others."""
+    admission = state.own(Admission, state.counters.failures)
+    others: tuple[Hook, ...] = ()
+    if settings.group_scheduling:
+        admission.enlist(state.own(GroupScheduler, state.counters.failures))
+    if registration.is_asked_for(settings):
+        from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
+        from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
-
-def shared_prefill_hooks(prefills: SharedPrefill) -> tuple[Hook, ...]:
-    """Hooks for servers with the setting shared_prefill."""
-    return (Hook(targets.ADD_ONE_REQ, prefills.around_add_one_req, "AROUND", "requests compute shared prefixes again"),)
+        pins = state.own(PinningHooks, PinningSettings.of(settings), state.counters.failures)
+        admission.enlist(pins)
+        others = pins.table()
+    return admission.hooks() + others
 
 
 def cpu_hooks(fallbacks: CpuFallbacks) -> tuple[Hook, ...]:

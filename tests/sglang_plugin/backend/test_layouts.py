@@ -46,7 +46,7 @@ class TestLinearHybrids:
             layer.layer_id = number
         fixture.runner.token_to_kv_pool = pool
         fixture.stock = fixture.make_stock()
-        fixture.backend = type(fixture.backend)(fixture.facts, fixture.stock, fixture.state)
+        fixture.backend = fixture.make_backend()
         linear = LinearBackend()
         return fixture, HybridLinearAttnBackend(fixture.backend, linear, FULL_LAYERS), linear
 

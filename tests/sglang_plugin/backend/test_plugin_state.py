@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
-from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
 
-def another(fixture: Fixture) -> PrefixPackBackend:
-    return PrefixPackBackend(fixture.facts, fixture.stock, fixture.state)
+def another(fixture: Fixture) -> Any:
+    return fixture.make_backend()
 
 
 def test_a_record_lives_as_long_as_its_backend() -> None:
@@ -46,7 +46,7 @@ def test_paths_are_read_while_one_backend_may_pack_them() -> None:
     assert why_stock("decode") is None
     fixture.backend._layers.why_all_stock = fallback_reasons.NO_MEMORY
     assert why_stock("decode") == fallback_reasons.NO_MEMORY
-    assert draft._step_planner.why_stock("decode") == fallback_reasons.DRAFT_WORKER
+    assert fixture.state.refused[draft] == fallback_reasons.DRAFT_WORKER
 
 
 def test_an_owned_object_is_made_once_and_goes_with_the_state() -> None:

@@ -16,6 +16,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state, server_info
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION
 from tests.sglang_plugin.fixture import Fixture
@@ -38,7 +39,9 @@ def test_a_server_without_a_backend_of_ours_tells_what_is_off(monkeypatch: pytes
         for result in (answer(), None):  # of get_internal_state and on_idle
             assert server_info.tell_without_backend(result, scheduler) is None
         assert not exporter.update.called
-        state.own(GroupScheduler, state.counters.failures).failed(ValueError("of a test"))
+        admission = state.own(Admission, state.counters.failures)
+        admission.enlist(state.own(GroupScheduler, state.counters.failures))
+        admission.after_calc_priority(None, None, None)  # nothing to iterate over
         result = answer()
         server_info.tell_without_backend(result, scheduler, None)
         off = {"group_scheduling": OF_AN_EXCEPTION}

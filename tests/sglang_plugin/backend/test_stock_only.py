@@ -13,7 +13,8 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
-from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnly
+from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.startup import factory
@@ -46,7 +47,7 @@ def run_steps(fixture: Fixture, count: int) -> None:
         grown(fixture)
 
 
-def bypassed(backend: PrefixPackBackend) -> bool:
+def bypassed(backend: StockProxy) -> bool:
     return bool(backend.forward == backend.stock.forward)
 
 
@@ -54,12 +55,23 @@ def test_a_model_that_shows_its_layers_gets_no_hooks(asked: list[Any], caplog: p
     runner = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS).runner
     plugin_state.reset()
     backend = factory.create_backend(runner, Settings(metrics=False))
-    assert isinstance(backend, StockOnlyBackend)
+    assert isinstance(backend, StockOnly)
     assert fallback_reasons.HEAD_DIM.text in caplog.text
     of_steps = {hook.target for hook in factory.hook_table.handover_hooks(HandoverHooks())}
     assert not of_steps & {hook.target for hook in asked}
     state = active_state()
     assert process_state(state)["refused"] == "head_dim"
+    assert not isinstance(backend, PrefixPackBackend)
+    assert (list(state.backends), list(state.refused)) == ([], [backend])
+
+
+def test_a_refused_server_runs_the_stock_backends_steps_and_counts_them() -> None:
+    fixture = Fixture(SHARED, LENGTHS, is_draft_worker=True)
+    assert isinstance(fixture.backend, StockOnly)
+    assert bypassed(fixture.backend)
+    assert_same(fixture.run(), fixture.run_stock())
+    assert fixture.fallbacks == {fallback_reasons.DRAFT_WORKER: 1}
+    assert fixture.state.refusal() is fallback_reasons.DRAFT_WORKER
 
 
 def test_a_model_that_hides_its_layers_is_left_alone_after_a_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +121,7 @@ def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
 def test_another_backend_that_packs_keeps_the_hooks() -> None:
     """Prefill and decode have backends of their own."""
     fixture = hidden()
-    second = PrefixPackBackend(fixture.facts, fixture.make_stock(), fixture.state)
+    second = fixture.make_backend(fixture.make_stock())
     run_steps(fixture, 2)
     assert fixture.state.handover_hooks.active is fixture.handover
     assert not bypassed(fixture.backend)
@@ -122,7 +134,7 @@ def test_another_backend_that_packs_keeps_the_hooks() -> None:
 def test_a_backend_that_comes_later_and_may_pack_gets_paths() -> None:
     fixture = hidden()
     run_steps(fixture, 2)
-    later = PrefixPackBackend(fixture.facts, fixture.make_stock(), fixture.state)
+    later = fixture.make_backend(fixture.make_stock())
     assert fixture.state.handover_hooks.active is fixture.handover
     assert fixture.state.why_stock("decode") is None
     assert not bypassed(later)

@@ -24,9 +24,9 @@ ALL_TARGETS = (
     *targets.TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS, *OFFLINE_TARGETS, *DOCTOR_TARGETS,
 )  # fmt: skip
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
-BACKEND = PLUGIN / "backend" / "backend.py"
+BACKENDS = (PLUGIN / "backend" / "stock_proxy.py", PLUGIN / "backend" / "backend.py")
 # Members that our backend adds to the base class: what our process state calls.
-ADDED_MEMBERS = {"stop_packing", "token_to_kv_pool"}
+ADDED_MEMBERS = {"pass_through", "token_to_kv_pool"}
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
@@ -201,11 +201,12 @@ def base_members(source: SourceTree) -> dict[str, ast.stmt]:
 
 
 def own_members() -> dict[str, ast.stmt]:
-    """What the body of our backend class defines."""
-    classes = [node for node in ast.parse(BACKEND.read_bytes()).body if isinstance(node, ast.ClassDef)]
-    ours = next(node for node in classes if "AttentionBackend" in map(ast.unparse, node.bases))
+    """What the bodies of our backend class and its base define."""
+    parsed = [node for file in BACKENDS for node in ast.parse(file.read_bytes()).body]
+    classes = [node for node in parsed if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes] == ["StockProxy", "PrefixPackBackend"]
     members: dict[str, ast.stmt] = {}
-    for statement in ours.body:
+    for statement in (statement for node in classes for statement in node.body):
         if isinstance(statement, ast.FunctionDef):
             members[statement.name] = statement
         elif isinstance(statement, ast.Assign):

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.support.server_facts import server_facts
@@ -50,7 +51,7 @@ def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> No
     both = {"max_running": draw.choice([8, 256]), "window": draw.choice([None, 30])}
     replay, plain = Replay(pool, shared_prefill=True, **both), Replay(pool, **both).run(jobs)
     result = replay.run(jobs)
-    assert (replay.shared_prefill.failures, result.finished) == (0, len(jobs))
+    assert (replay.failures.counts, result.finished) == ({}, len(jobs))
     if not tight:  # else prompts are evicted and computed again; some tokens are not worth waiting for
         short = sum(len(job.prompt) for job in jobs if len(job.prompt) <= LEAST_COMMON + 1)
         assert result.computed_tokens <= distinct + len(jobs) + short + 8 * WORTH_WAITING
@@ -65,12 +66,13 @@ class Waiting(SimpleNamespace):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-class Admission:
+class Rounds:
     """Admits every request that reaches it, as SGLang does with room for all."""
 
     def __init__(self) -> None:
         self.counters = Counters()
-        self.hook = SharedPrefill(self.counters)
+        self.admission = Admission(self.counters.failures)
+        self.admission.enlist(SharedPrefill(self.counters))
         self.running = SimpleNamespace(is_empty=lambda: False)
 
     def request(self, tokens: list[int], depth: int = 0, **fields: Any) -> Any:
@@ -88,7 +90,7 @@ class Admission:
 
         verdicts = []
         for request in requests:
-            verdict = self.hook.around_add_one_req(add, adder, request)
+            verdict = self.admission.around_add_one_req(add, adder, request)
             verdicts.append("admitted" if adder.can_run_list[-1:] == [request] else verdict.name)
         return verdicts
 
@@ -97,7 +99,7 @@ PROMPT = list(range(1000))
 
 
 def test_samples_wait_for_the_first_and_others_pass_them() -> None:
-    world = Admission()
+    world = Rounds()
     other = [-token for token in PROMPT]
     first, *rest = (world.request(PROMPT) for _ in range(4))
     assert world.round(first, *rest, world.request(other)) == ["admitted", *["CONTINUE"] * 3, "admitted"]
@@ -109,7 +111,7 @@ def test_samples_wait_for_the_first_and_others_pass_them() -> None:
 
 
 def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
-    world = Admission()
+    world = Rounds()
     first, second = world.request(PROMPT), world.request(PROMPT)
     assert world.round(first, second) == ["admitted", "CONTINUE"]
     for depth in (300, 600, 960):
@@ -120,14 +122,14 @@ def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
 
 
 def test_samples_wait_for_the_one_they_share_most_with() -> None:
-    world = Admission()
+    world = Rounds()
     other = PROMPT[:40] + [-token for token in PROMPT]
     requests = [world.request(tokens) for tokens in (PROMPT, other, other, PROMPT)]
     assert world.round(*requests) == ["admitted", "admitted", "CONTINUE", "CONTINUE"]
 
 
 def test_some_tokens_are_computed_twice_before_others_wait() -> None:
-    world = Admission()
+    world = Rounds()
     assert world.round(*(world.request(PROMPT[:34]) for _ in range(4))) == ["admitted"] * 2 + ["CONTINUE"] * 2
 
 
@@ -143,7 +145,7 @@ def test_some_tokens_are_computed_twice_before_others_wait() -> None:
     ],
 )
 def test_requests_that_cannot_use_the_prefix_do_not_wait(fields: dict[str, Any]) -> None:
-    world = Admission()
+    world = Rounds()
     assert world.round(world.request(PROMPT), world.request(PROMPT, **fields)) == ["admitted", "admitted"]
 
 
@@ -158,29 +160,29 @@ def test_requests_that_cannot_use_the_prefix_do_not_wait(fields: dict[str, Any])
     ],
 )
 def test_requests_wait_for_whole_pages(page: int, common: int, verdicts: list[str]) -> None:
-    world = Admission()
+    world = Rounds()
     requests = [world.request(PROMPT[:common] + [-sample] * 300) for sample in range(1, 5)]
     assert world.round(*requests, page=page) == verdicts
 
 
 def test_nobody_waits_for_a_prompt_that_is_not_of_tokens() -> None:
-    world = Admission()
+    world = Rounds()
     first = world.request(PROMPT, positional_embed_overrides=object())
     assert world.round(first, world.request(PROMPT)) == ["admitted"] * 2
 
 
 def test_nobody_waits_for_a_prefill_that_is_lost_or_while_nothing_runs() -> None:
-    world = Admission()
+    world = Rounds()
     first, second = world.request(PROMPT), world.request(PROMPT)
     assert world.round(first) == ["admitted"]
     assert [world.round(second)[0] for _ in range(3)] == ["CONTINUE", "CONTINUE", "admitted"]
-    world = Admission()
+    world = Rounds()
     world.running.is_empty = lambda: True
     assert world.round(first) == world.round(second) == ["admitted"]
 
 
 def test_a_request_waits_for_few_prefills_whose_kv_it_never_finds() -> None:
-    world = Admission()
+    world = Rounds()
     second = world.request(PROMPT)
     for _ in range(shared_prefill.MOST_WAITED_FOR):
         first = world.request(PROMPT)
@@ -192,7 +194,7 @@ def test_a_request_waits_for_few_prefills_whose_kv_it_never_finds() -> None:
 
 def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefill, "MOST_PASSED_OVER", 3 * (shared_prefill.PASSED_OVER + len(PROMPT)))
-    world = Admission()
+    world = Rounds()
     requests = [world.request(PROMPT) for _ in range(4)]
     assert world.round(*requests) == ["admitted", "CONTINUE", "CONTINUE", "OTHER"]
 
@@ -215,9 +217,9 @@ def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool) 
 
 
 def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:
-    world = Admission()
+    world = Rounds()
     broken = world.request(PROMPT)
     del broken.last_node
     assert world.round(broken, world.request(PROMPT), world.request(PROMPT)) == ["admitted"] * 3
-    assert world.hook.failures == 1
+    assert world.counters.failures.counts == {"shared_prefill": 1}
     assert len(caplog.records) == 1

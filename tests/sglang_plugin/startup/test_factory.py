@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
-from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
-from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnly
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, stock_name
@@ -63,7 +63,7 @@ class TestFactory:
         runner = new_runner()
         runner.model_config.is_generation = False
         backend = create_backend(runner, Settings(metrics=False, pack_extend=packs))
-        assert isinstance(backend, StockOnlyBackend) is not packs
+        assert isinstance(backend, StockOnly) is not packs
 
     @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
     def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
@@ -74,7 +74,7 @@ class TestFactory:
         lost = factory.hook_table.handover_hooks(HandoverHooks())[1].target
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [h for h in wanted if h.target == lost])
         backend = create_backend(new_runner(), Settings(metrics=False))
-        assert isinstance(backend, StockOnlyBackend), "no step would ever be packed"
+        assert isinstance(backend, StockOnly), "no step would ever be packed"
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
         assert "no step runs packed" in caplog.text
@@ -138,11 +138,12 @@ class TestFactory:
         monkeypatch.setattr(factory.eligibility, "choose_kernels", lambda setting, device: host_kernels())
         runner = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE, dtype=torch.bfloat16, server_args=None)
         runner.device = "cuda"
+        monkeypatch.setattr(CpuExecutor, "__init__", Mock(side_effect=AssertionError("an executor of a CPU")))
         backend = create_backend(runner, Settings(metrics=False, stock_backend="fa3", one_token_steps=True))
         state = active_state()
         of_steps = (*factory.hook_table.handover_hooks(state.handover_hooks), *factory.hook_table.GRAPH_HOOKS)
         assert not {hook.target for hook in of_steps} & {hook.target for hook in asked}
-        assert isinstance(backend, PrefixPackBackend)
+        assert isinstance(backend, StockOnly)
         for name in ("forward", "forward_decode", "forward_extend"):
             assert getattr(backend, name) == getattr(stock, name)
         assert backend.needs_cpu_seq_lens is needs_lens
@@ -166,7 +167,7 @@ class TestFactory:
         )  # fmt: skip
         runner.device = "cuda"
         backend = create_backend(runner, Settings(metrics=False, stock_backend=stock))
-        assert isinstance(backend, StockOnlyBackend) != packs
+        assert isinstance(backend, StockOnly) != packs
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
@@ -239,7 +240,8 @@ class TestDraftModel:
         """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
         runner = new_runner(is_draft_worker=True, draft_attention_backend=None)
         backend = create_backend(runner, Settings(metrics=False))
-        assert backend._layers.why_all_stock == fallback_reasons.DRAFT_WORKER
+        assert isinstance(backend, StockOnly)
+        assert active_state().refusal() == fallback_reasons.DRAFT_WORKER
 
     def test_what_the_process_tells_about_is_the_target(self) -> None:
         runner = new_runner(draft_attention_backend=None)

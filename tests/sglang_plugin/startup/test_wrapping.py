@@ -22,11 +22,12 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
-from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnly
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
+from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.startup import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -90,14 +91,14 @@ class TestWrapped:
         wrapped = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         for kind in (TorchNativeAttnBackend, AttentionBackend, PrefixPackBackend):
             assert isinstance(wrapped, kind)
-        assert not isinstance(wrapped, TritonAttnBackend | StockOnlyBackend)
+        assert not isinstance(wrapped, TritonAttnBackend | StockOnly)
 
     def test_under_our_own_name_it_does_not(self) -> None:
         backend = new_fixture().backend
         assert not isinstance(backend, TorchNativeAttnBackend)
         assert isinstance(backend, PrefixPackBackend)
 
-    @pytest.mark.parametrize("kind", [PrefixPackBackend, StockOnlyBackend])
+    @pytest.mark.parametrize("kind", [PrefixPackBackend, StockOnly])
     def test_dflash_finds_that_no_graph_needs_a_mask(self, kind: type) -> None:
         policy = pytest.importorskip("sglang.srt.speculative.dflash_utils").resolve_dflash_verify_mask_policy
         for name in ("TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend"):
@@ -111,7 +112,7 @@ class TestWrapped:
         fixture = new_fixture()
         factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         expected = (*hook_table.OTHER_HOOKS, *hook_table.handover_hooks(HandoverHooks()))
-        expected += hook_table.shared_prefill_hooks(_shared_prefill())
+        expected += active_state().own(Admission).hooks()
         assert {hook.target for hook in asked} == {hook.target for hook in expected}
 
     def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
@@ -314,7 +315,7 @@ class TestRefused:
         assert served() is None
         prefills = _shared_prefill()
         assert not prefills.active
-        assert prefills.around_add_one_req(lambda adder, request: "SGLang's", None, None) == "SGLang's"
+        assert prefills.holds_back(None, None) is None
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [])
         factory.wrap_backend(fixture.runner, "torch_native", fixture.make_stock(), WRAP)
         assert prefills.active
@@ -349,7 +350,7 @@ class TestRegistry:
         wrapping.install(WRAP)
         wrapped = ATTENTION_BACKENDS["torch_native"](fixture.runner)
         assert isinstance(wrapped, PrefixPackBackend)
-        assert not isinstance(wrapped, StockOnlyBackend)
+        assert not isinstance(wrapped, StockOnly)
         assert type(build_stock(fixture.runner, "torch_native")) is TorchNativeAttnBackend
 
     def test_sglangs_own_errors_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
