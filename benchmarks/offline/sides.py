@@ -9,18 +9,19 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool
+from sgl_prefix_attn.offline.messages import Checked, Line, Planned, Refused
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
 
 PromptLists = list[list[int]]
 _WARM_UP = [[11 + n] * 50 for n in range(8)]
@@ -74,7 +75,19 @@ class CpuProgress(Progress):
 
 
 class KeptEngines(EnginePool):
-    """Stay for the next batch."""
+    """Stay for the next batch. Its prompts are token ids, so that nobody has to plan them."""
+
+    def check(self, lines: Sequence[Line]) -> Checked:
+        self._kept = [] if self._engines[0].ready is None else lines
+        return Checked([], {}) if self._kept else super().check(lines)
+
+    def plan(self) -> Iterator[Planned | Refused]:
+        for line in self._kept:
+            body = json.loads(line.text)["body"]
+            tokens = np.array(body["prompt"], dtype=np.int32)
+            yield Planned(line.number, tokens, body["max_tokens"], body["max_tokens"], 1)
+        if not self._kept:
+            yield from super().plan()
 
     def __exit__(self, *exception: object) -> None:
         pass
@@ -117,17 +130,16 @@ def serve_runner(connection: Connection, launch: Launch) -> None:
         source, target = folder / "in.jsonl", folder / "out.jsonl"
         engine = EngineArguments(launch.arguments, launch.environment, folder / "log")
         options = BatchOptions(source, target, folder / "errors", launch.model, (engine,), ordered=True, overwrite=True)
-        encoder = PromptEncoder(launch.model)
 
         def run(prompts: PromptLists, output: int) -> Run:
-            body = {"max_tokens": output, "temperature": 0, "ignore_eos": True}
+            body = {"max_tokens": output, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
             lines = [
                 {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, **body}}
                 for n, prompt in enumerate(prompts)
             ]
             source.write_text("".join(json.dumps(line) + "\n" for line in lines))
             progress = CpuProgress()
-            summary = run_batch(options, engine_process.main, encoder.encode, progress, lambda *_: engines)
+            summary = run_batch(options, engine_process.main, progress, lambda *_: engines)
             answers = [json.loads(text)["response"]["body"]["choices"][0]["token_ids"] for text in target.open()]
             return Run(summary.seconds, progress.spent, summary.cached_tokens, checksums(prompts, answers))
 

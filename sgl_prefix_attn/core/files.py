@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_GZIP = b"\x1f\x8b"
 
 
 def read_text(path: str | Path) -> str:
@@ -21,13 +25,28 @@ def read_text(path: str | Path) -> str:
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines of a file with their numbers from 1 on, without blank ones and without a byte order mark.
 
+    Of a file that gzip has compressed they are those of its content.
+
     Raises:
         OSError: the file cannot be read.
+        ValueError: it is UTF-16 or UTF-32 text, whose lines are no UTF-8.
     """
     with path.open("rb") as file:
+        start = file.peek(4)[:4]
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or start[1:3] == b"\0\0" or b"\0" in start[:2]:
+        raise ValueError(f"{path}: UTF-16 or UTF-32 text; write it as UTF-8, as with iconv -t UTF-8")
+    packed = start[:2] == _GZIP
+    with gzip.open(path) if packed else path.open("rb") as file:
+        yield from _read_lines(path, file)
+
+
+def _read_lines(path: Path, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    try:
         for number, line in enumerate(file, 1):
             if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 yield number, text
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"{path}: what gzip has compressed is damaged: {error}") from error
 
 
 def check_writable(path: Path) -> None:

@@ -5,61 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_prefix_attn.offline.batch_file import CHAT, BatchRequest, LineError
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One continuation. `text` is None when the model has no tokenizer; `finish` is SGLang's finish reason."""
-
-    tokens: tuple[int, ...]
-    text: str | None
-    finish: str
+from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a request. `cached_tokens`: prompt tokens that the first choice found in the cache."""
+    """The result of a request.
 
-    choices: tuple[Choice, ...]
+    Attributes:
+        body: SGLang's response object.
+        prompt_tokens, output_tokens: as it counts them.
+        cached_tokens: prompt tokens that were found in the cache.
+    """
+
+    body: dict[str, Any]
     prompt_tokens: int
+    output_tokens: int
     cached_tokens: int = 0
 
-    @property
-    def output_tokens(self) -> int:
-        return sum(len(choice.tokens) for choice in self.choices)
 
-
-def success(request: BatchRequest, answer: Answer, model: str, created: int) -> dict[str, Any]:
-    """The output line of a request that succeeded. `token_ids` is an addition to OpenAI's format."""
-    chat = request.url == CHAT
-    choices: list[dict[str, Any]] = []
-    for index, choice in enumerate(answer.choices):
-        text = choice.text or ""
-        content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        choices.append(
-            {
-                "index": index,
-                **content,
-                "token_ids": list(choice.tokens),
-                "logprobs": None,
-                "finish_reason": choice.finish,
-            }
-        )
+def success(request: BatchRequest, answer: Answer) -> dict[str, Any]:
+    """The output line of a request that succeeded."""
     identity = f"batch_req_{request.line}"
-    body = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.line}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": request.body.model or model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.output_tokens,
-            "total_tokens": answer.prompt_tokens + answer.output_tokens,
-        },
-    }
-    response = {"status_code": 200, "request_id": identity, "body": body}
+    response = {"status_code": 200, "request_id": identity, "body": answer.body}
     return {"id": identity, "custom_id": request.custom_id, "response": response, "error": None}
 
 

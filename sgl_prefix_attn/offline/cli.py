@@ -8,7 +8,6 @@ import functools
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
@@ -17,9 +16,8 @@ from sgl_prefix_attn.offline.journal import JournalError, has_results, may_repla
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
-from sgl_prefix_attn.offline.server_options import gpus_per_engine, read_options
+from sgl_prefix_attn.offline.server_options import gpus_per_engine, has_tokenizer, read_options
 from sgl_prefix_attn.offline.temporary import temporary_folder
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from sgl_prefix_attn.settings import variable_name
 
 # Conditions of the machine, not of the arguments: disk full, quota or limit of a file's size used up, disk broken.
@@ -82,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"batch: {error}", file=sys.stderr)
         return 1
     except (EngineError, OSError, ValueError) as error:
-        print(f"batch: {error}", file=sys.stderr)
+        told = error.strerror if isinstance(error, OSError) and error.filename is None else None
+        print(f"batch: {told or error}", file=sys.stderr)
         _tell_of_results(journal_of(args.output))
         machine = isinstance(error, EngineError) or (isinstance(error, OSError) and error.errno in _MACHINE_ERRORS)
         return 1 if machine else 2
@@ -100,32 +99,12 @@ def _tell_of_results(journal: Path) -> None:
 def _run(args: argparse.Namespace, logs: Path) -> int:
     options = _options(args, logs)
     start = _start(args, options)
-    encoder = _encoder(options)
-    if not encoder.has_tokenizer:
-        options = _without_tokenizer(options)
     from sgl_prefix_attn.offline import engine_process
 
     progress = Progress(enabled=not args.quiet)
-    summary = run_batch(options, engine_process.main, encoder.encode, progress, start)
+    summary = run_batch(options, engine_process.main, progress, start)
     print(_report(summary, options))
     return 1 if summary.failed else 0
-
-
-def _encoder(options: BatchOptions) -> PromptEncoder:
-    """The tokenizer and chat template that the engines' arguments name."""
-    server = read_options(options.engines[0].arguments)
-    try:
-        return PromptEncoder(
-            server.tokenizer_path or server.model_path,
-            server.chat_template,
-            server.hf_chat_template_name,
-            trust_remote_code=server.trust_remote_code,
-            revision=server.revision,
-            use_fast=server.tokenizer_mode != "slow",
-        )
-    except (OSError, ValueError) as error:
-        option = "--tokenizer-path" if server.tokenizer_path else "--model"
-        raise UsageError(f"tokenizer of {option} {server.tokenizer_path or server.model_path}: {error}") from error
 
 
 def _start(args: argparse.Namespace, options: BatchOptions) -> StartEngines:
@@ -217,21 +196,19 @@ def _server_arguments(model: str, text: str, device: str) -> list[str]:
         more = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"--server-args {text!r}: {error}") from error
+    own = read_options(more)
+    if own.model_path is not None or (own.device or device) != device:
+        raise UsageError("--server-args: give the model and the device as --model and --device of this command")
     given = with_config_file(["--model-path", model, *more])
     defaults = {"--device": device, "--attention-backend": "prefixpack", "--log-level": "warning"}
     if device == "cpu":
-        defaults |= {"--dtype": "float32", "--grammar-backend": "none"}
-        if "--disable-cuda-graph" not in given:
-            given.append("--disable-cuda-graph")
-    for name, value in defaults.items():
-        if not any(argument == name or argument.startswith(f"{name}=") for argument in given):
-            given += [name, value]
-    return given
-
-
-def _without_tokenizer(options: BatchOptions) -> BatchOptions:
-    engines = tuple(replace(e, arguments=(*e.arguments, "--skip-tokenizer-init")) for e in options.engines)
-    return replace(options, engines=engines)
+        defaults["--dtype"] = "float32"
+        given.append("--disable-cuda-graph")
+    options = read_options(given)
+    if not has_tokenizer(options.tokenizer_path or options.model_path):
+        given.append("--skip-tokenizer-init")
+    # SGLang takes the last of several, and also the begin of an option's name.
+    return [word for option in defaults.items() for word in option] + given
 
 
 def _device(args: argparse.Namespace) -> str:
@@ -257,4 +234,5 @@ def _report(summary: BatchSummary, options: BatchOptions) -> str:
             lines[-1] += (
                 f"; {summary.saving:.1%} of prompt tokens came from the cache, {summary.possible_saving:.1%} are shared"
             )
+    lines += [f"SGLang has no field {name}: {count} requests ran without it" for name, count in summary.ignored.items()]
     return "\n".join(lines)

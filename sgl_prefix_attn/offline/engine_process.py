@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import io
+import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from sgl_prefix_attn.offline.answers import Answer, Choice
-from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Task
+from sgl_prefix_attn.offline.engines import EngineArguments
+from sgl_prefix_attn.offline.messages import Line, Outcome, Ready, Task, Unusable
+from sgl_prefix_attn.offline.sglang_requests import Handlers, RefusedError, check, reason
 from sgl_prefix_attn.settings import variable_name
 
 # What SGLang's scheduler cuts off silently of a request that fills context or pool to the last token.
@@ -19,45 +23,103 @@ _KEPT_BACK = 6
 _QUEUE_FULL = "queue is full"  # in SGLang's words for a request beyond --max-queued-requests
 _RETRY_SECONDS = 0.5
 _LONE_REFUSALS = 10  # while nobody is served
+_LINES_AT_ONCE = 64
+# Arguments of SGLang's server that mean nothing to a batch, or nothing that it could do, by their names there.
+_OF_THE_SERVER = {
+    "admin_api_key", "api_key", "asr_max_buffer_seconds", "asr_max_concurrent_sessions", "disaggregation_mode",
+    "enable_http2", "enable_response_store", "enable_ssl_refresh", "encoder_only", "fastapi_root_path",
+    "file_storage_path", "gated_launch_port", "grpc_http_sidecar_port", "grpc_mode", "grpc_port", "host",
+    "http2_initial_connection_window_size", "http2_max_concurrent_streams", "is_embedding", "log_level_http",
+    "node_rank", "sidecar", "sidecar_args", "skip_server_warmup", "smg_grpc_mode", "smg_http_sidecar_port",
+    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "stream_response_default_include_usage",
+    "tokenizer_worker_num", "tool_server", "use_ray", "uvicorn_access_log_exclude_prefixes", "warmups",
+}  # fmt: skip
 
 
 def main(connection: Connection, arguments: EngineArguments) -> None:
-    """Starts the engine and serves until None comes."""
+    """Checks lines, starts the engine, plans the lines while it loads, and serves until None comes."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
 
     name = variable_name("group_scheduling")
     os.environ[name] = os.environ.get(name) or "1"  # the scheduler process inherits it
     load_plugins()  # `prefixpack` has to be known before the arguments are parsed
-    engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
+    lines: Sequence[Line] = connection.recv()
     try:
-        room = _room(int(engine.tokenizer_manager.context_len), engine.get_server_info())
-        connection.send(Ready(room, _vocab_size(engine)))
-        engine.loop.run_until_complete(_serve(engine, connection))
+        server_args = _server_args(arguments.arguments)
+    except ValueError as error:
+        connection.send(Unusable(str(error)))
+        return
+    checked = check(lines)
+    connection.send(checked)
+    if not connection.recv():
+        return
+    wrong = {refused.number for refused in checked.refused}
+    usable = [line for line in lines if line.number not in wrong]
+    made: list[Handlers] = []
+
+    class PlanningEngine(Engine):
+        """Has its tokenizer manager plan the lines while the schedulers, which are started before, load the model."""
+
+        @staticmethod
+        def init_tokenizer_manager_func(*arguments: Any) -> Any:
+            manager, templates = Engine.init_tokenizer_manager_func(*arguments)
+            made.append(Handlers(manager, templates))
+            planned = made[-1].plan(usable)
+            while part := list(itertools.islice(planned, _LINES_AT_ONCE)):
+                connection.send(part)
+            return manager, templates
+
+    engine = PlanningEngine(server_args=server_args)
+    try:
+        connection.send(_room(int(engine.tokenizer_manager.context_len), engine.get_server_info()))
+        engine.loop.run_until_complete(_serve(made[-1], connection))
     finally:
         engine.shutdown()
 
 
-def _room(context: int, server: Mapping[str, Any]) -> int:
-    """Most tokens of a prompt and its output."""
+def _server_args(arguments: Sequence[str]) -> Any:
+    """SGLang's object of these arguments.
+
+    Raises:
+        ValueError: SGLang does not take them, or one is of its HTTP server.
+    """
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    options = {action.dest: action.option_strings for action in parser._actions}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # so that what is left is what was given
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            given = vars(parser.parse_args(list(arguments)))
+            if foreign := sorted(_OF_THE_SERVER & given.keys()):
+                names = ", ".join(options[dest][0] for dest in foreign)
+                raise ValueError(f"{names}: of SGLang's HTTP server, which a batch does not run; leave it away")
+            return prepare_server_args(list(arguments))
+    except SystemExit as error:
+        message = told.getvalue().strip().rpartition("error: ")[2] or "no arguments for an engine"
+        raise ValueError(f"--server-args: {message}") from error
+    except Exception as error:  # SGLang's checks raise what they like
+        raise ValueError(f"--server-args: {error}") from error
+
+
+def _room(context: int, server: Mapping[str, Any]) -> Ready:
+    """Room for a prompt and its output."""
     # SGLang rounds the prompt up to whole pages, and keeps one more page: what does not fit is cut or never admitted.
     rounded = 2 * (int(server.get("page_size") or 1) - 1)
-    return min(context, int(server["max_total_num_tokens"]) - rounded) - _KEPT_BACK
+    pool = int(server["max_total_num_tokens"]) - rounded
+    return Ready(min(context, pool) - _KEPT_BACK, strict=rounded > 0 and pool < context)
 
 
-def _vocab_size(engine: Any) -> int | None:
-    """The model's vocabulary, where this version of SGLang tells it."""
-    size = getattr(getattr(engine.tokenizer_manager, "model_config", None), "vocab_size", None)
-    return size if isinstance(size, int) and size > 0 else None
-
-
-async def _serve(engine: Any, connection: Connection) -> None:
+async def _serve(handlers: Handlers, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Task | None] = asyncio.Queue()
     threading.Thread(target=_read, args=(connection, loop, inbox), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
-    requests = _Requests(engine)
+    requests = _Requests(handlers)
     while (task := await inbox.get()) is not None:
         job = loop.create_task(_report(requests, connection, task))
         running.add(job)
@@ -84,8 +146,8 @@ async def _report(requests: _Requests, connection: Connection, task: Task) -> No
 class _Requests:
     """The requests that an engine has; every one gets an outcome, or the batch would wait for it for ever."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, handlers: Handlers) -> None:
+        self._handlers = handlers
         self._tries = 0
         self._inside: dict[int, int] = {}  # request -> which try this is, oldest first
         self._one_by_one = asyncio.Lock()
@@ -97,7 +159,7 @@ class _Requests:
         while True:
             # When nobody is served, those that come and go take the room from each other.
             async with self._one_by_one if refusals >= 2 else contextlib.nullcontext():
-                outcome, reason = await self._try(task)
+                outcome, told = await self._try(task)
             if outcome is not None:
                 self._ended = self._tries
                 return outcome
@@ -108,7 +170,7 @@ class _Requests:
             refused_last = self._tries
             if refusals == _LONE_REFUSALS:  # then nobody will make room
                 more = "It has no room for this request; raise --max-queued-requests"
-                return Outcome(task.number, None, f"{reason} {more}")
+                return Outcome(task.number, None, f"{told} {more}")
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _try(self, task: Task) -> tuple[Outcome | None, str]:
@@ -116,37 +178,11 @@ class _Requests:
         self._tries += 1
         self._inside[task.number] = self._tries
         try:
-            tokens = task.tokens.tolist()
-            result = await self._engine.async_generate(input_ids=tokens, sampling_params=task.sampling)
-            return Outcome(task.number, _answer(result if isinstance(result, list) else [result])), ""
-        except ValueError as error:  # how SGLang refuses a request
-            return Outcome(task.number, None, str(error)), ""
+            return Outcome(task.number, await self._handlers.run(task)), ""
+        except RefusedError as error:
+            told = str(error)
         except Exception as error:  # it gave the request up, with whatever exception its version has for that
-            reason = _reason(error)
+            told = f"the engine gave the request up: {reason(error)}"
         finally:
             del self._inside[task.number]
-        if _QUEUE_FULL in reason:
-            return None, reason
-        return Outcome(task.number, None, f"the engine gave the request up: {reason}"), ""
-
-
-def _reason(error: Exception) -> str:
-    """An exception of SGLang's in words: FastAPI's carry them in `detail`."""
-    if isinstance(error, _AbortedError):
-        return str(error)
-    return str(getattr(error, "detail", None) or f"{type(error).__name__}: {error}")
-
-
-class _AbortedError(Exception):
-    """SGLang ended a request without an answer; says why."""
-
-
-def _answer(samples: list[dict[str, Any]]) -> Answer:
-    choices = []
-    for sample in samples:
-        reason = sample["meta_info"].get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            raise _AbortedError(str(reason.get("message", "aborted")))
-        choices.append(Choice(tuple(sample["output_ids"]), sample.get("text"), str(reason.get("type", ""))))
-    meta = samples[0]["meta_info"]
-    return Answer(tuple(choices), int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0)))
+        return (None, told) if _QUEUE_FULL in told else (Outcome(task.number, None, told), "")

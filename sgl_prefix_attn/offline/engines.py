@@ -1,7 +1,9 @@
 """Engines in processes of their own, and the messages to and from them.
 
-The process runs `main(connection, arguments)`: it sends `Ready`, then takes `Task`s and sends an `Outcome` for each,
-in whatever order they end, until it gets None. Should this process die, the engines die with it.
+The process runs `main(connection, arguments)`: it takes `Line`s, sends what it has `Checked` of them, and waits for
+True. Then it sends what each of the rest means, some at a time, while the model loads, and `Ready`. From then on it
+takes `Task`s and sends an `Outcome` for each, in whatever order they end, until it gets None, which it may get earlier.
+Should this process die, the engines die with it.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from sgl_prefix_attn.offline.answers import Answer
+from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, Unusable, together
 
 _STOP_SECONDS = 10.0
 _LOG_LINES = 30
@@ -42,43 +44,6 @@ class EngineArguments:
     keep_log: bool = True
 
 
-@dataclass(frozen=True)
-class Ready:
-    """An engine takes requests.
-
-    Attributes:
-        room: most tokens that a prompt and its output may have together.
-        vocab_size: token ids are below it; None: unknown.
-    """
-
-    room: int
-    vocab_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """One request.
-
-    Attributes:
-        number: comes back with its outcome.
-        tokens: [prompt] int32.
-        sampling: SGLang's sampling parameters.
-    """
-
-    number: int
-    tokens: Any
-    sampling: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a task: an answer, or the engine's reason for a refusal."""
-
-    number: int
-    answer: Answer | None
-    error: str = ""
-
-
 EngineMain = Callable[[Connection, EngineArguments], None]
 
 
@@ -90,6 +55,17 @@ class Engines(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def __len__(self) -> int: ...
+
+    def check(self, lines: Sequence[Line]) -> Checked:
+        """Divides lines over the engines and checks them before a model loads; to be called first.
+
+        Raises:
+            ValueError: SGLang does not take the engines' arguments.
+            EngineError: an engine is gone.
+        """
+
+    def plan(self) -> Iterator[Planned | Refused]:
+        """Lets the models load, and says meanwhile what each line means that was not refused."""
 
     def wait_ready(self) -> list[Ready]:
         """Waits until every engine takes requests. Raises EngineError when one does not start."""
@@ -118,6 +94,7 @@ class _Engine:
     connection: Connection
     arguments: EngineArguments
     ready: Ready | None = None
+    to_plan: int = 0
     outstanding: set[int] = field(default_factory=set)
 
 
@@ -170,6 +147,29 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def check(self, lines: Sequence[Line]) -> Checked:
+        parts = [lines[number :: len(self)] for number in range(len(self))]
+        for engine, part in zip(self._engines, parts, strict=True):
+            self._send(engine, part)
+        answers: list[Checked] = []
+        for engine, part in zip(self._engines, parts, strict=True):
+            answer = self._receive(engine)
+            if isinstance(answer, Unusable):
+                raise ValueError(answer.reason)
+            engine.to_plan = len(part) - len(answer.refused)
+            answers.append(answer)
+        return together(answers)
+
+    def plan(self) -> Iterator[Planned | Refused]:
+        for engine in self._engines:
+            self._send(engine, True)
+        while left := {engine.connection: engine for engine in self._engines if engine.to_plan}:
+            for connection in wait(list(left)):
+                engine = left[connection]  # type: ignore[index]
+                part = self._receive(engine)
+                engine.to_plan -= len(part)
+                yield from part
+
     def wait_ready(self) -> list[Ready]:
         for engine in self._engines:
             if engine.ready is None:
@@ -180,10 +180,7 @@ class EnginePool:
         return len(self._engines[engine].outstanding)
 
     def submit(self, engine: int, task: Task) -> None:
-        try:
-            self._engines[engine].connection.send(task)
-        except OSError as error:
-            raise self._gone(self._engines[engine]) from error
+        self._send(self._engines[engine], task)
         self._engines[engine].outstanding.add(task.number)
 
     def outcomes(self, timeout: float) -> list[Outcome]:
@@ -207,6 +204,12 @@ class EnginePool:
             outcomes.append(outcome)
             if not engine.connection.poll():
                 return
+
+    def _send(self, engine: _Engine, message: Any) -> None:
+        try:
+            engine.connection.send(message)
+        except OSError as error:
+            raise self._gone(engine) from error
 
     def _receive(self, engine: _Engine) -> Any:
         try:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sgl_prefix_attn.offline.batch_file import BatchRequest
-from sgl_prefix_attn.offline.engines import Task
 from sgl_prefix_attn.offline.group_order import GroupOrder
+from sgl_prefix_attn.offline.messages import Task
 from sgl_prefix_attn.offline.output_lengths import OutputLengths
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Int32Array, Int64Array, Prompts
-from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, WORTH_WAITING_FOR, Place, SharedPrefix
+from sgl_prefix_attn.offline.queue_order import WORTH_WAITING_FOR, Place, SharedPrefix
 from sgl_prefix_attn.offline.sharding import shards
 
 
@@ -23,18 +22,20 @@ class Work:
     """Requests that are to run.
 
     Attributes:
-        prompts: request r has the prompt numbered r.
+        tasks: what engines get of each, without its place.
+        prompts: request r has the prompt numbered r. A first token above all of the model's keeps a prompt apart.
         limits: [requests] most tokens that a sample may have.
+        minimums: [requests] least tokens of a sample.
+        samples: [requests] sequences that are generated.
+        alone: requests that get no place.
     """
 
-    requests: Sequence[BatchRequest]
+    tasks: Sequence[Task]
     prompts: Prompts
     limits: Int64Array
-
-    @property
-    def samples(self) -> Int64Array:
-        """[requests] continuations asked for."""
-        return np.array([request.body.n for request in self.requests], dtype=np.int64)
+    minimums: Int64Array
+    samples: Int64Array
+    alone: frozenset[int] = frozenset()
 
 
 class JobPlan:
@@ -48,14 +49,10 @@ class JobPlan:
     def __init__(self, work: Work, engines: int, name: str, *, grouped: bool = True) -> None:
         self.work = work
         self.tree = PrefixTree(work.prompts)
-        minimums = [
-            limit if request.body.ignore_eos else min(request.body.min_tokens, limit)
-            for request, limit in zip(work.requests, work.limits.tolist(), strict=True)
-        ]
-        self.lengths = OutputLengths(work.limits, np.array(minimums, dtype=np.int64))
+        self.lengths = OutputLengths(work.limits, np.minimum(work.minimums, work.limits))
         self._samples = work.samples
         decode = self.lengths.estimates() * self._samples
-        parts = [np.arange(len(work.requests))] if engines == 1 else shards(self.tree, decode, engines)
+        parts = [np.arange(len(work.tasks))] if engines == 1 else shards(self.tree, decode, engines)
         self.queues = [EngineQueue(self, part, f"{name}-{number}", grouped) for number, part in enumerate(parts)]
 
     def learn(self, request: int, output_tokens: int) -> None:
@@ -78,7 +75,7 @@ class EngineQueue:
         self._last: int | None = None
         self._handed_out = 0
         self.left = len(part)
-        tree = plan.tree if len(part) == len(plan.work.requests) else plan.tree.restricted(part)
+        tree = plan.tree if len(part) == len(plan.work.tasks) else plan.tree.restricted(part)
         self._order = GroupOrder(tree, plan.decode_tokens()) if grouped else None
         self._tail_node, self._begin, self._end = tree.tail_node, tree.node_begin, tree.node_end
         self._above = _above(tree)
@@ -118,12 +115,10 @@ class EngineQueue:
         return tuple(reversed(prefixes))
 
     def _task(self, request: int, place: Place | None) -> Task:
-        work = self._plan.work
-        sampling = work.requests[request].body.sampling()
-        sampling["max_new_tokens"] = int(work.limits[request])
-        if place is not None:
-            sampling["custom_params"] = {CUSTOM_PARAMETER: place.encode()}
-        return Task(request, work.prompts[request], sampling)
+        task = self._plan.work.tasks[request]
+        if place is None or request in self._plan.work.alone:
+            return task
+        return replace(task, place=place.encode())
 
 
 def _is_long(begin: Any, end: Any) -> Any:

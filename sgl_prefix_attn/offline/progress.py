@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -47,10 +47,10 @@ class Progress:
         if self._enabled:
             tqdm.write(what, file=sys.stderr)
 
-    def over(self, items: Sequence[T], what: str) -> Iterator[T]:
+    def over(self, items: Iterable[T], what: str, count: int) -> Iterator[T]:
         """The items, with a bar of their own if it takes long."""
         hidden = not self._enabled or self._in_lines
-        bar: Iterable[T] = tqdm(items, desc=what, unit=" requests", delay=2.0, leave=False, disable=hidden)
+        bar: Iterable[T] = tqdm(items, total=count, desc=what, unit=" requests", delay=2.0, leave=False, disable=hidden)
         yield from bar
 
     def start(self, total: int, done: int) -> None:

@@ -6,18 +6,11 @@ uses this die, Ray ends its actors, and the engines die with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sgl_prefix_attn.offline.engines import (
-    EngineArguments,
-    EngineError,
-    EngineMain,
-    EnginePool,
-    Outcome,
-    Ready,
-    Task,
-)
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, EnginePool
+from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, together
 from sgl_prefix_attn.offline.temporary import RemovedAtEnd
 
 _WAIT_SECONDS = 10.0  # an actor's answer about outcomes, at the latest
@@ -61,6 +54,12 @@ class _Actor:
                 self._temporary = RemovedAtEnd(arguments.log.parent)
         self._pool = EnginePool(main, [arguments])
 
+    def check(self, lines: Sequence[Line]) -> Checked:
+        return self._pool.check(lines)
+
+    def plan(self) -> list[Planned | Refused]:
+        return list(self._pool.plan())
+
     def wait_ready(self) -> Ready:
         return self._pool.wait_ready()[0]
 
@@ -93,7 +92,7 @@ class RayEnginePool:
         ValueError: the cluster's machines have no room for so many engines. (Ray would wait for it without a word.)
 
     Attributes:
-        machines: where each engine runs, in words: address and Ray's id of the node; known once it has started.
+        machines: where each engine runs, in words: address and Ray's id of the node; known once they check.
     """
 
     def __init__(self, ray: Any, main: EngineMain, engines: Sequence[EngineArguments], gpus: int = 0) -> None:
@@ -128,9 +127,18 @@ class RayEnginePool:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def wait_ready(self) -> list[Ready]:
+    def check(self, lines: Sequence[Line]) -> Checked:
         for number, actor in enumerate(self._actors):
             self.machines[number] = self._get(number, actor.machine.remote())
+        calls = [actor.check.remote(lines[number :: len(self)]) for number, actor in enumerate(self._actors)]
+        return together([self._get(number, call) for number, call in enumerate(calls)])
+
+    def plan(self) -> Iterator[Planned | Refused]:
+        calls = [actor.plan.remote() for actor in self._actors]
+        for number, call in enumerate(calls):
+            yield from self._get(number, call)
+
+    def wait_ready(self) -> list[Ready]:
         return [self._get(number, actor.wait_ready.remote()) for number, actor in enumerate(self._actors)]
 
     def outstanding(self, engine: int) -> int:
@@ -168,6 +176,8 @@ class RayEnginePool:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise error.cause from error
             raise EngineError(f"{self._name(number)}: {error.cause}") from error
         except self._ray.exceptions.RayError as error:
             raise EngineError(f"{self._name(number)}, is gone: {error}") from error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,13 +12,15 @@ import orjson
 
 from sgl_prefix_attn.offline.answers import failure, success
 from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, Outcome, StartEngines
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, StartEngines
 from sgl_prefix_attn.offline.job_plan import JobPlan, Work
 from sgl_prefix_attn.offline.journal import Finished, Journal, check_writable, write_lines
+from sgl_prefix_attn.offline.messages import Line, Outcome, Planned, Refused, Task
 from sgl_prefix_attn.offline.progress import Progress
-from sgl_prefix_attn.offline.prompts import Int32Array, PromptsBuilder
+from sgl_prefix_attn.offline.prompts import PromptsBuilder
 
 _POLL_SECONDS = 0.5
+_LAST_TOKEN = 2**31 - 1
 
 
 def journal_of(output: Path) -> Path:
@@ -35,7 +36,7 @@ class BatchOptions:
         source: the batch file.
         output: file of results, one line a request that succeeded.
         errors: file of requests that failed; none is left if all succeeded.
-        model: name for the output and the tokenizer.
+        model: name of the model.
         engines: arguments of each engine.
         ordered: output in the order of the input, else as requests finish.
         window: requests an engine has at once. More let it fill its batch, fewer let estimates of output lengths
@@ -79,6 +80,7 @@ class BatchSummary:
         cached_tokens: of these, tokens that SGLang took from its cache.
         output_tokens: of all answers.
         shared_tokens: of the same, tokens that an earlier prompt begins with too.
+        ignored: fields of bodies that SGLang does not know, and in how many requests.
         seconds: first request to last answer.
     """
 
@@ -91,6 +93,7 @@ class BatchSummary:
     output_tokens: int = 0
     shared_tokens: int = 0
     seconds: float = 0.0
+    ignored: dict[str, int] = field(default_factory=dict)
 
     @property
     def saving(self) -> float:
@@ -112,7 +115,6 @@ class _Lines:
 def run_batch(
     options: BatchOptions,
     main: EngineMain,
-    encode: Callable[[BatchRequest], list[int] | LineError],
     progress: Progress | None = None,
     start: StartEngines = EnginePool,
 ) -> BatchSummary:
@@ -120,38 +122,39 @@ def run_batch(
 
     Args:
         main: what an engine process runs (see `EnginePool`).
-        encode: turns a request into token ids.
         start: starts the engines.
 
     Raises:
         OSError: a file cannot be read or written, or exists and is not this job's.
+        ValueError: the batch file is no text that could be read, or SGLang does not take the engines' arguments.
         JournalError: the journal cannot be used.
         EngineError: an engine ended; what had finished is in the journal.
     """
     progress = progress or Progress(enabled=False)
+    lines = _read(options.source)
     # The files may be those of a run that ended since the arguments were checked.
     kept = () if options.overwrite else (options.output, options.errors)
-    journal = Journal(
-        options.journal, options.source, options.model, options.errors, kept, options.job, anew=options.restart
-    )
+    try:
+        journal = Journal(
+            options.journal, options.source, options.model, options.errors, kept, options.job, anew=options.restart
+        )
+    except (FileNotFoundError, PermissionError) as error:  # the first also in folders without ordinary files, as /proc
+        if error.filename is None or Path(error.filename) != options.journal:
+            raise
+        what = f"OUT {options.output}: cannot write to {options.output.resolve().parent}: {error.strerror}"
+        raise OSError(error.errno, what) from error
     try:
         _check_writable(options, journal)
-        lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
         remaining = [request for request in lines.usable if request.line not in journal.finished]
         # An earlier version may have run what this one refuses: a result stays one.
         lines.errors = [error for error in lines.errors if error.line not in journal.finished]
         if remaining:
             with start(main, options.engines) as pool, progress:
-                work = _prepare(remaining, encode, pool, lines.errors, progress)
-                _run(
-                    JobPlan(work, len(pool), secrets.token_hex(16), grouped=options.grouped),
-                    pool,
-                    options,
-                    journal,
-                    progress,
-                    summary,
-                )
+                requests, work = _prepare(remaining, pool, lines.errors, summary, progress)
+                if work is not None:
+                    plan = JobPlan(work, len(pool), secrets.token_hex(16), grouped=options.grouped)
+                    _run(plan, requests, pool, options, journal, progress, summary)
         summary.failed = _write(options, journal, lines)
         journal.remove()
     finally:
@@ -181,103 +184,100 @@ def _read(source: Path) -> _Lines:
 
 
 def _prepare(
-    requests: Sequence[BatchRequest],
-    encode: Callable[[BatchRequest], list[int] | LineError],
-    pool: Engines,
-    errors: list[LineError],
-    progress: Progress,
-) -> Work:
-    """Encodes prompts while the engines load, then leaves out those that do not fit them."""
-    builder, encoded = PromptsBuilder(), []
-    for request in progress.over(requests, "reading prompts"):
-        tokens = encode(request)
-        if isinstance(tokens, LineError):
-            errors.append(tokens)
-        else:
-            builder.append(tokens)
-            encoded.append(request)
+    requests: Sequence[BatchRequest], pool: Engines, errors: list[LineError], summary: BatchSummary, progress: Progress
+) -> tuple[list[BatchRequest], Work | None]:
+    """Has the engines check and plan the requests, and leaves out those that cannot run. No work if none is left."""
+    by_line = {request.line: request for request in requests}
+
+    def refuse(refused: Refused) -> None:
+        line = by_line.pop(refused.number)
+        errors.append(LineError(line.line, refused.code, refused.message, line.custom_id))
+
+    checked = pool.check([Line(request.line, request.url, request.text) for request in requests])
+    for refused in checked.refused:
+        refuse(refused)
+    summary.ignored = dict(checked.ignored)
+    planned: dict[int, Planned] = {}
+    if by_line:
+        for plan in progress.over(pool.plan(), "reading prompts", len(by_line)):
+            if isinstance(plan, Refused):
+                refuse(plan)
+            else:
+                planned[plan.number] = plan
+    if not planned:
+        return [], None
     progress.say("loading the model")
     engines = pool.wait_ready()
-    room = min(ready.room for ready in engines)
-    vocab_size = min((ready.vocab_size for ready in engines if ready.vocab_size is not None), default=None)
-    prompts = builder.finish()
-    kept, limits, fitting = [], array("q"), PromptsBuilder()
-    for number, request in enumerate(encoded):
-        length = int(prompts.offsets[number + 1] - prompts.offsets[number])
-        limit = room - length if request.body.limit is None else request.body.limit
-        if length + max(1, limit) > room:
-            errors.append(_too_long(request, length, room))
-            continue
-        # SGLang checks none of them: the engine would die of the first.
-        if vocab_size is not None and (foreign := _foreign_token(request, prompts[number], vocab_size)) is not None:
-            errors.append(foreign)
-            continue
-        kept.append(request)
-        limits.append(limit)
-    if len(kept) < len(encoded):
-        lines = {request.line for request in kept}
-        for number, request in enumerate(encoded):
-            if request.line in lines:
-                fitting.append(prompts[number].tolist())
-        prompts = fitting.finish()
-    return Work(kept, prompts, np.frombuffer(limits, dtype=np.int64))
+    room, strict = min(ready.room for ready in engines), any(ready.strict for ready in engines)
+    for plan in planned.values() if strict else ():
+        length = 0 if plan.tokens is None else len(plan.tokens)
+        if length + max(1, plan.limit or 0) > room:
+            refuse(_too_long(plan, length, room))
+    kept = list(by_line.values())
+    return kept, _work(kept, planned, room, strict=strict) if kept else None
 
 
-def _too_long(request: BatchRequest, length: int, room: int) -> LineError:
-    limit = request.body.limit
-    asked = "" if limit is None else f" and {limit} tokens of output"
-    return LineError(
-        request.line,
-        "prompt_too_long",
-        f"a prompt of {length} tokens{asked} does not fit: the engine has room for {room} tokens of both",
-        request.custom_id,
-    )
+def _work(requests: Sequence[BatchRequest], planned: dict[int, Planned], room: int, *, strict: bool) -> Work:
+    """The work of these requests; what is planned of them is used up."""
+    builder, apart = PromptsBuilder(), {"": 0}
+    tasks, alone, numbers = [], set(), []
+    for number, request in enumerate(requests):
+        plan = planned.pop(request.line)
+        tokens = [] if plan.tokens is None else plan.tokens.tolist()
+        if plan.tokens is None:
+            alone.add(number)
+        if key := apart.setdefault(plan.apart if tokens else str(number), len(apart)):
+            tokens[:1] = [_LAST_TOKEN - key]
+        builder.append(tokens)
+        left = max(0, room - len(tokens))
+        numbers.append((left if plan.limit is None else min(left, plan.limit), plan.minimum, plan.samples))
+        tasks.append(Task(number, request.url, request.text, left if strict and plan.limit is None else None))
+    limits, minimums, samples = np.array(numbers, dtype=np.int64).T.copy()
+    return Work(tasks, builder.finish(), limits, minimums, samples, frozenset(alone))
 
 
-def _foreign_token(request: BatchRequest, prompt: Int32Array, vocab_size: int) -> LineError | None:
-    """An error if a token of the prompt, or one to stop at, is not in the model's vocabulary."""
-    stop = request.body.stop_token_ids or []
-    for where, token in (("the prompt", int(prompt.max(initial=0))), ("stop_token_ids", max(stop, default=0))):
-        if token >= vocab_size:
-            return LineError(
-                request.line,
-                "invalid_prompt" if where == "the prompt" else "invalid_request",
-                f"{where} has the token id {token}; those of the model are below {vocab_size}",
-                request.custom_id,
-            )
-    return None
+def _too_long(plan: Planned, length: int, room: int) -> Refused:
+    asked = "" if plan.limit is None else f" and {plan.limit} tokens of output"
+    message = f"a prompt of {length} tokens{asked} does not fit: the engine has room for {room} tokens of both"
+    return Refused(plan.number, "prompt_too_long", message)
 
 
 def _run(
-    plan: JobPlan, pool: Engines, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
+    plan: JobPlan,
+    requests: Sequence[BatchRequest],
+    pool: Engines,
+    options: BatchOptions,
+    journal: Journal,
+    progress: Progress,
+    summary: BatchSummary,
 ) -> None:
-    work = plan.work
-    summary.shared_tokens = int(plan.tree.shared[work.samples[plan.tree.order] == 1].sum(dtype=np.int64))
-    progress.start(len(work.requests) + len(journal.finished), len(journal.finished))
-    left = len(work.requests)
+    samples = plan.work.samples
+    summary.shared_tokens = int(plan.tree.shared[samples[plan.tree.order] == 1].sum(dtype=np.int64))
+    progress.start(len(requests) + len(journal.finished), len(journal.finished))
+    left = len(requests)
     while left:
         for engine, queue in enumerate(plan.queues):
             while pool.outstanding(engine) < options.window and (task := queue.next()) is not None:
                 pool.submit(engine, task)
         outcomes = pool.outcomes(_POLL_SECONDS)
         if outcomes:
-            journal.append([_finished(work.requests[o.number], o, options.model, journal.created) for o in outcomes])
+            journal.append([_finished(requests[outcome.number], outcome) for outcome in outcomes])
         for outcome in outcomes:
             left -= 1
             if outcome.answer is not None:
                 plan.learn(outcome.number, outcome.answer.output_tokens)
                 summary.output_tokens += outcome.answer.output_tokens
                 summary.prompt_tokens += outcome.answer.prompt_tokens
-                if work.requests[outcome.number].body.n == 1:
+                if samples[outcome.number] == 1:
                     summary.single_tokens += outcome.answer.prompt_tokens
                     summary.cached_tokens += outcome.answer.cached_tokens
         summary.seconds = progress.seconds
         progress.advance(len(outcomes), summary.prompt_tokens, summary.output_tokens, summary.saving)
 
 
-def _finished(request: BatchRequest, outcome: Outcome, model: str, created: int) -> Finished:
+def _finished(request: BatchRequest, outcome: Outcome) -> Finished:
     if outcome.answer is not None:
-        return Finished(request.line, ok=True, record=success(request, outcome.answer, model, created))
+        return Finished(request.line, ok=True, record=success(request, outcome.answer))
     error = LineError(request.line, "engine_error", outcome.error, request.custom_id)
     return Finished(request.line, ok=False, record=failure(error))
 

@@ -43,10 +43,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def results(output: Path) -> list[dict[str, Any]]:
-    """Results without the moment at which their job was started."""
+    """Results without what differs from run to run."""
     entries = read(output)
     for entry in entries:
-        entry["response"]["body"].pop("created")
+        for name in ("id", "created"):
+            entry["response"]["body"].pop(name)
     return entries
 
 

@@ -16,14 +16,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sgl_prefix_attn.offline.answers import Answer, Choice
-from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, Outcome, Ready, StartEngines, Task
+import numpy as np
+
+from sgl_prefix_attn.offline.answers import Answer
+from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, StartEngines
+from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline.killed_batch import die_at
 
 ROOM = 400
-VOCABULARY = 1000
 REFUSED_TOKEN = 999  # a prompt that begins with it is refused by the engine
 DEADLY_TOKEN = 998  # the engine dies of it, once
 
@@ -33,10 +34,42 @@ def tokens_for(prompt: list[int], count: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(1000), k=count))
 
 
+def meaning(line: Line) -> Planned | Refused:
+    body = json.loads(line.text)["body"]
+    if isinstance(body["prompt"], str):
+        return Refused(line.number, "invalid_request", "the model has no tokenizer")
+    tokens = np.array(body["prompt"], dtype=np.int32)
+    return Planned(line.number, tokens, body["max_tokens"], body["max_tokens"], body.get("n", 1))
+
+
+def plan(connection: Connection) -> bool:
+    """What an engine does before it takes requests; False if it is not to load."""
+    lines = connection.recv()
+    refused = [Refused(line.number, "invalid_request", "no 0") for line in lines if b'"max_tokens": 0' in line.text]
+    surprises = sum(b"surprise" in line.text for line in lines)
+    connection.send(Checked(refused, {"surprise": surprises} if surprises else {}))
+    if not connection.recv():
+        return False
+    wrong = {line.number for line in refused}
+    for line in lines:
+        if line.number not in wrong:
+            connection.send([meaning(line)])
+    connection.send(Ready(ROOM, strict=True))
+    return True
+
+
+def answer(prompt: list[int], tokens: list[tuple[int, ...]], cached: int = 0) -> Answer:
+    choices = [{"index": index, "token_ids": list(part)} for index, part in enumerate(tokens)]
+    count = sum(map(len, tokens))
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    return Answer({"id": "x", "created": 0, "choices": choices, "usage": usage}, len(prompt), count, cached)
+
+
 def main(connection: Connection, arguments: EngineArguments) -> None:
     """Arguments: number of the engine, mean seconds a request takes, the file that notes what is executed."""
     number, seconds, noted = arguments.arguments
-    connection.send(Ready(ROOM, VOCABULARY))
+    if not plan(connection):
+        return
     rng = random.Random(os.getpid())
     held: list[Task] = []
     open_for_more = True
@@ -49,7 +82,8 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
                 held.append(task)
             task = held.pop(rng.randrange(min(8, len(held))))
             time.sleep(rng.expovariate(1 / float(seconds)) if float(seconds) else 0)
-            prompt = task.tokens.tolist()
+            body = json.loads(task.text)["body"]
+            prompt = body["prompt"]
             if prompt[0] == DEADLY_TOKEN and not Path(noted + ".died").exists():
                 Path(noted + ".died").touch()
                 print("the engine has found something deadly", flush=True)
@@ -59,13 +93,10 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
             if prompt[0] == REFUSED_TOKEN:
                 connection.send(Outcome(task.number, None, "no such prompts here"))
                 continue
-            samples = task.sampling["n"]
-            choices = [
-                Choice(tokens_for([*prompt, s], task.sampling["max_new_tokens"]), None, "length")
-                for s in range(samples)
-            ]
+            samples = body.get("n", 1)
             cached = len(prompt) - 1 if samples > 1 else 0  # as SGLang reports it
-            connection.send(Outcome(task.number, Answer(tuple(choices), len(prompt), cached)))
+            tokens = [tokens_for([*prompt, s], body["max_tokens"]) for s in range(samples)]
+            connection.send(Outcome(task.number, answer(prompt, tokens, cached)))
 
 
 def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, **more: object) -> BatchOptions:
@@ -78,9 +109,7 @@ def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, 
 
 
 def run(source: Path, output: Path, engines: int = 1, start: StartEngines = EnginePool, **more: Any) -> BatchSummary:
-    """Runs a batch, with a model folder without a tokenizer."""
-    encoder = PromptEncoder(str(output.parent))
-    return run_batch(options(source, output, engines, **more), main, encoder.encode, start=start)
+    return run_batch(options(source, output, engines, **more), main, start=start)
 
 
 def executed(output: Path) -> list[tuple[int, str]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from sgl_prefix_attn.offline.answers import Answer, Choice
-from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready
+from sgl_prefix_attn.offline.engines import EngineArguments
+from sgl_prefix_attn.offline.messages import Outcome
+from tests.offline import fake_engine
 
 
 def main(connection: Connection, arguments: EngineArguments) -> None:
-    connection.send(Ready(400))
+    if not fake_engine.plan(connection):
+        return
     while (task := connection.recv()) is not None:
-        connection.send(Outcome(task.number, Answer((Choice((1,), None, "length"),), len(task.tokens))))
+        connection.send(Outcome(task.number, fake_engine.answer([1], [(1,)])))

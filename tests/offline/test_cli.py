@@ -173,7 +173,7 @@ def test_engines_that_start_do_not_take_ctrl_c(monkeypatch):
     for name in ("ensure_running", "getfd"):
         monkeypatch.setattr(resource_tracker, name, getattr(tracker, name))
     with EnginePool(one_answer.main, [EngineArguments(())] * 2) as pool:
-        pool.wait_ready()
+        pool.check([])
     os.close(tracker.getfd())
     assert [signal.SIGINT in mask for mask in masks] == [True] * 3
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -227,6 +227,8 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
         ([source, "/"], "OUT /: expected the name of a file"),
         ([source, tmp_path / "out", "--errors", "/"], "--errors /: expected the name of a file"),
         ([source, tmp_path / "out", "--server-args", "a 'b"], '--server-args "a \'b": No closing quotation'),
+        ([source, tmp_path / "out", "--server-args", "--model-pa x"], "give the model and the device as --model and"),
+        ([source, tmp_path / "out", "--server-args", "--device cuda"], "give the model and the device as --model and"),
         ([source, tmp_path / "out", "--engines", 0], "--engines 0: expected at least 1"),
         ([source, tmp_path / "out", "--window", -1], "--window -1: expected at least 1"),
         ([source, source], "must be three different files"),
@@ -246,6 +248,24 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
     ):
         assert cli.run(parsed(*arguments)) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_an_output_where_no_file_can_be_is_told_by_its_name(folder, source, capsys):
+    assert cli.run(parsed(source, f"{folder}/out.jsonl")) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"batch: OUT {folder}/out.jsonl: cannot write to {folder}: ")
+    assert ".journal" not in told
+
+
+def test_a_file_in_another_encoding_ends_with_status_2_and_leaves_no_journal(source, tmp_path, capsys):
+    source.write_bytes(source.read_text().encode("utf-16"))
+    assert cli.run(parsed(source, tmp_path / "out")) == 2
+    assert (
+        capsys.readouterr().err
+        == f"batch: {source}: UTF-16 or UTF-32 text; write it as UTF-8, as with iconv -t UTF-8\n"
+    )
+    assert not journal_of(tmp_path / "out").exists()
 
 
 def test_ray_that_is_not_installed_is_said_so(source, tmp_path, capsys, monkeypatch):
@@ -277,10 +297,8 @@ def test_the_engines_arguments(source, tmp_path):
     options = cli._options(parsed(source, tmp_path / "o.jsonl", "--engines", 2, "--server-args", text), tmp_path)
     first, second = (engine.arguments for engine in options.engines)
     assert first == second
-    assert "prefixpack" not in first
-    assert first.count("--dtype") == 0
-    assert first[:2] == ("--model-path", "m")
-    assert "--device" in first
+    assert first[-5:] == ("--model-path", "m", *text.split(), "--disable-cuda-graph")[-5:]
+    assert first.index("--device") < first.index("prefixpack") < first.index("--model-path")
     assert options.errors == tmp_path / "o.errors.jsonl"
     assert [engine.log for engine in options.engines] == [tmp_path / "engine-0.log", tmp_path / "engine-1.log"]
 
@@ -314,8 +332,9 @@ def test_the_file_of_config_is_read_as_sglang_reads_it(source, tmp_path):
     first, second = (engine.arguments for engine in cli._options(args, tmp_path).engines)
     assert (first[-2:], second[-2:]) == (("--base-gpu-id", "1"), ("--base-gpu-id", "5"))
     read = cli.read_options(first)
-    assert (read.model_path, read.tokenizer_path, read.trust_remote_code) == ("m", "words", True)
-    assert not {"--config", "prefixpack", "--enable-metrics"} & {*first}
+    assert (read.model_path, read.tokenizer_path) == ("m", "words")
+    assert not {"--config", "--enable-metrics"} & {*first}
+    assert first.index("prefixpack") < first.index("fa3")  # SGLang takes the last
     at = first.index("--cuda-graph-bs-decode")
     assert first[at : at + 4] == ("--cuda-graph-bs-decode", "1", "8", "--tokenizer-path")
 

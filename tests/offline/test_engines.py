@@ -10,12 +10,12 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-import numpy as np
 import psutil
 import pytest
 
-from sgl_prefix_attn.offline.answers import Answer
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, Outcome, Ready, Task
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool
+from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, Unusable
+from tests.offline import fake_engine
 
 SECONDS = 60
 
@@ -40,7 +40,7 @@ def one_answer(connection: Connection, arguments: EngineArguments) -> None:
     """An engine that takes two requests and is gone after the first."""
     connection.send(Ready(room=0))
     first, _ = connection.recv(), connection.recv()
-    connection.send(Outcome(first.number, Answer((), 1)))
+    connection.send(Outcome(first.number, fake_engine.answer([1], [])))
 
 
 def prints(connection: Connection, arguments: EngineArguments) -> None:
@@ -60,11 +60,44 @@ def test_the_log_is_of_this_run_alone(tmp_path) -> None:
 def test_what_an_engine_finished_before_it_was_gone_is_returned_first() -> None:
     with EnginePool(one_answer, [EngineArguments(())]) as pool:
         pool.wait_ready()
-        pool.submit(0, Task(7, np.array([1], dtype=np.int32), {}))
-        pool.submit(0, Task(8, np.array([1], dtype=np.int32), {}))
+        pool.submit(0, Task(7, "", b""))
+        pool.submit(0, Task(8, "", b""))
         while multiprocessing.active_children():
             time.sleep(0.01)
         time.sleep(0.5)  # the pipe closes a moment later, with what looks after the engine's processes
         assert [outcome.number for outcome in pool.outcomes(SECONDS)] == [7]
         with pytest.raises(EngineError, match="engine 0 ended with status 0"):
             pool.outcomes(SECONDS)
+
+
+def plans(connection: Connection, arguments: EngineArguments) -> None:
+    """An engine that refuses the first of its lines, and plans the others one by one."""
+    first, *others = connection.recv()
+    connection.send(Checked([Refused(first.number, "invalid_request", "no")], {"extra": 1}))
+    assert connection.recv() is True
+    for line in others:
+        connection.send([Planned(line.number, None, 1, 0, 1)])
+    connection.send(Ready(room=len(others)))
+    connection.recv()
+
+
+def test_lines_are_divided_checked_and_planned_before_engines_are_ready() -> None:
+    with EnginePool(plans, [EngineArguments(())] * 2) as pool:
+        checked = pool.check([Line(number, "", b"") for number in range(7)])
+        assert [refused.number for refused in checked.refused] == [0, 1]
+        assert checked.ignored == {"extra": 2}
+        assert sorted(planned.number for planned in pool.plan()) == [2, 3, 4, 5, 6]
+        assert [ready.room for ready in pool.wait_ready()] == [3, 2]
+
+
+def refuses_its_arguments(connection: Connection, arguments: EngineArguments) -> None:
+    connection.recv()
+    connection.send(Unusable("--server-args: no such thing"))
+
+
+def test_arguments_that_an_engine_does_not_take_are_no_failure_of_the_engine() -> None:
+    with (
+        EnginePool(refuses_its_arguments, [EngineArguments(())]) as pool,
+        pytest.raises(ValueError, match="no such thing"),
+    ):
+        pool.check([Line(0, "", b"")])

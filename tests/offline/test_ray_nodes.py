@@ -11,15 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
-from sgl_prefix_attn.offline.answers import Answer
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, Outcome, Ready, Task
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain
+from sgl_prefix_attn.offline.messages import Outcome, Ready, Task
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
 from sgl_prefix_attn.offline.runner import journal_of
-from tests.offline import batches
+from tests.offline import batches, fake_engine
 from tests.offline.batches import finished, results
 from tests.offline.fake_engine import engines_of_groups, executed, run
 
@@ -115,7 +114,7 @@ def one_request(connection: Connection, arguments: EngineArguments) -> None:
     task = connection.recv()
     if arguments.arguments == ("dies",):
         return
-    connection.send(Outcome(task.number, Answer((), 1)))
+    connection.send(Outcome(task.number, fake_engine.answer([1], [])))
     connection.recv()
 
 
@@ -125,7 +124,7 @@ def test_what_others_finished_is_returned_before_it_is_told_that_one_is_gone(nod
     with RayEnginePool(nodes.ray, one_request, [EngineArguments(("dies",)), EngineArguments(())]) as pool:
         pool.wait_ready()
         for engine in range(2):
-            pool.submit(engine, Task(engine, np.array([1], dtype=np.int32), {}))
+            pool.submit(engine, Task(engine, "", b""))
         assert [outcome.number for outcome in pool.outcomes(20)] == [1]
         with pytest.raises(EngineError, match=r"engine 0, of 2 on Ray .*ended with status 0"):
             pool.outcomes(20)

@@ -98,7 +98,8 @@ def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
         assert (entry["custom_id"], choice["finish_reason"]) == (line["custom_id"], "length")
         assert choice["token_ids"] == answer.samples[0].tokens
         prompt, new = len(line["body"]["prompt"]), line["body"]["max_tokens"]
-        assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        assert usage.items() <= body["usage"].items()
 
 
 @pytest.mark.slow

@@ -64,18 +64,18 @@ def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
         batches.line(0, [3]),  # its custom_id is taken
         batches.line(3, [4] * 500),  # oversized
         batches.line(4, [4] * 10, max_tokens=395),  # with its output it is
-        batches.line(5, [5], surprise=1),
+        batches.line(5, [5], max_tokens=0),
         batches.line(6, "text, but there is no tokenizer"),
         batches.line(7, [fake_engine.REFUSED_TOKEN]),
-        batches.line(8, [8]),
+        batches.line(8, [8], surprise=1),
     ]
     source = batches.write(tmp_path / "in.jsonl", lines)
     summary = run(source, tmp_path / "out.jsonl")
     assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-8"]
     errors = {entry["line"]: entry["error"] for entry in batches.read(tmp_path / "out.errors")}
     assert {number: error["code"] for number, error in errors.items()} == {
-        2: "malformed_json", 3: "duplicate_custom_id", 4: "prompt_too_long", 5: "prompt_too_long", 6: "unknown_field",
-        7: "invalid_prompt", 8: "engine_error",
+        2: "malformed_json", 3: "duplicate_custom_id", 4: "prompt_too_long", 5: "prompt_too_long", 6: "invalid_request",
+        7: "invalid_request", 8: "engine_error",
     }  # fmt: skip
     assert errors[4]["message"] == (
         "line 4: a prompt of 500 tokens and 4 tokens of output does not fit: the engine has room for 400 tokens of both"
@@ -83,25 +83,20 @@ def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
     assert "the model has no tokenizer" in errors[7]["message"]
     assert errors[8]["message"] == "line 8: no such prompts here"
     assert summary.failed == 7
+    assert summary.ignored == {"surprise": 1}
 
 
-def test_tokens_that_the_model_does_not_have_are_errors_of_their_lines(tmp_path):
-    last = fake_engine.VOCABULARY - 1
-    lines = [
-        batches.line(0, [1, last, 2], stop_token_ids=[last]),
-        batches.line(1, [1, last + 1, 2]),
-        batches.line(2, [1], stop_token_ids=[3, 2**31 - 1]),
-        batches.line(3, [8]),
-    ]
-    run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
-    assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-3"]
-    expected = {
-        "invalid_prompt": "line 2: the prompt has the token id 1000; those of the model are below 1000",
-        "invalid_request": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
-    }
-    errors = [{"code": code, "message": message} for code, message in expected.items()]
-    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == errors
-    assert "1000" not in Path(f"{tmp_path / 'out.jsonl'}.executed").read_text()
+def test_without_a_usable_line_no_engine_loads(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", ["{malformed", batches.line(1, [1], max_tokens=0)])
+    summary = run(source, tmp_path / "out.jsonl")
+    assert (summary.requests, summary.failed) == (2, 2)
+    assert not (tmp_path / "out.jsonl.executed").exists()
+    only_form = batches.write(tmp_path / "form.jsonl", ["{malformed"])
+
+    def none(*_):
+        raise AssertionError("an engine starts")
+
+    assert run(only_form, tmp_path / "out2.jsonl", start=none).failed == 1
 
 
 def test_no_group_is_split_over_engines(tmp_path):

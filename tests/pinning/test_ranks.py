@@ -23,9 +23,10 @@ import pytest
 
 from sgl_prefix_attn.demo.server import Server, ServerOptions, Starter, serve, start_process
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
-from sgl_prefix_attn.offline.batch_file import BatchRequest, CompletionBody
 from sgl_prefix_attn.offline.job_plan import JobPlan, Work
+from sgl_prefix_attn.offline.messages import Task
 from sgl_prefix_attn.offline.prompts import Prompts
+from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER
 from tests.pinning import rank_recorder
 from tests.pinning.test_server import ask
 from tests.support import forked_server
@@ -97,13 +98,13 @@ class Requests:
         # The last one is too short for requests to be passed over, and long enough for group scheduling to wait.
         groups = [tokens(length) for length in (220, 160, 120, 50)]
         prompts = [[*groups[number % 4], *tokens(rng.randrange(5, 30))] for number in range(24)]
-        requests = [
-            BatchRequest(line, str(line), "/v1/completions", CompletionBody(prompt=prompt, max_tokens=8))
-            for line, prompt in enumerate(prompts)
+        tasks = [Task(number, "/v1/completions", b"") for number in range(len(prompts))]
+        eight, one = (np.full(len(prompts), value, dtype=np.int64) for value in (8, 1))
+        (queue,) = JobPlan(Work(tasks, Prompts.from_lists(prompts), eight, eight, one), 1, "job").queues
+        self.job = [
+            self.body(prompts[task.number], 8, custom_params={CUSTOM_PARAMETER: task.place})
+            for task in iter(queue.next, None)
         ]
-        work = Work(requests, Prompts.from_lists(prompts), np.full(len(prompts), 8, dtype=np.int64))
-        (queue,) = JobPlan(work, 1, "job").queues
-        self.job = [self.body(task.tokens.tolist(), 8, **task.sampling) for task in iter(queue.next, None)]
 
     @staticmethod
     def body(tokens: list[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
