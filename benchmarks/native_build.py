@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sysconfig
 from collections.abc import Sequence
@@ -14,6 +15,13 @@ from types import ModuleType
 import pybind11
 
 ROOT = Path(__file__).parents[1]
+
+
+def disassembler() -> str | None:
+    """cuobjdump on PATH, or the one that Triton brings along."""
+    triton = importlib.util.find_spec("triton")
+    brought = [Path(place) / "backends/nvidia/bin" for place in (triton and triton.submodule_search_locations) or ()]
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, brought)]))
 
 
 def built_module(name: str, sources: Sequence[Path], *, options: Sequence[str], depends: Sequence[Path]) -> ModuleType:
@@ -42,8 +50,6 @@ def built_module(name: str, sources: Sequence[Path], *, options: Sequence[str], 
         )  # fmt: skip
         partial.rename(built)
     spec = importlib.util.spec_from_file_location(name, built)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

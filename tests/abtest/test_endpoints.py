@@ -59,7 +59,6 @@ class Copy:
 def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
     def answers(request: Any) -> list[dict[str, Any]]:
         command = live_commands.command_of(request)
-        assert command is not None
         return [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in copies]
 
     app = fastapi.FastAPI()
@@ -115,7 +114,6 @@ def test_a_copy_that_refuses_starts_nothing_anywhere(ready: bool, why: str) -> N
 
 def silent(copy: Copy, seconds: float) -> None:
     """The client of what runs on a copy was not heard for so long."""
-    assert copy.router.live is not None
     copy.router.live.lease._heard -= seconds
 
 

@@ -76,7 +76,6 @@ run(jobs, pathlib.Path({str(tmp_path)!r}), ["0", "1"], minutes=10)
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert [process.stdout.readline().partition(":")[0] for _ in range(2)] == ["one", "two"]
         time.sleep(1)  # their processes start
         process.send_signal(signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,23 +68,32 @@ def _with_support(matrix: np.ndarray, target: np.ndarray, bits: int) -> np.ndarr
     return trial
 
 
+def drawn_steps(count: int) -> Iterator[StepFeatures]:
+    """Steps of many sizes. Half of their KV tokens lie in shared nodes."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        requests, unique = int(rng.integers(1, 300)), int(rng.integers(1000, 200_000))
+        tokens, longest = unique + int(rng.integers(0, 10 * unique)), int(rng.integers(1, 9000))
+        yield StepFeatures(requests, tokens, unique, tokens // 2, 3, requests, unique // 2, longest)
+
+
+def cases_by(truth: KernelCost, steps: Iterable[StepFeatures]) -> list[MeasuredCase]:
+    """Steps that took fa3 what a cost model says, of two families."""
+    return [
+        MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
+        for number, step in enumerate(steps)
+    ]
+
+
 def test_times_behind_made_up_coefficients_are_predicted() -> None:
     truth = KernelCost("stock", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
-    rng = np.random.default_rng(0)
-
-    def case(number: int) -> MeasuredCase:
-        requests, unique = int(rng.integers(1, 300)), int(rng.integers(1000, 200_000))
-        tokens = unique + int(rng.integers(0, 10 * unique))
-        step = StepFeatures(requests, tokens, unique, 0, 0, 0, unique, int(rng.integers(1, 9000)))
-        return MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
-
-    fitted = fit_kernel("stock", "fa3", [case(number) for number in range(60)])
+    cases = cases_by(truth, drawn_steps(70))
+    fitted = fit_kernel("stock", "fa3", cases[:60])
     assert fitted.error < 1e-4
     assert set(fitted.error_left_out) == {"a", "b"}
-    for another in (case(number) for number in range(10)):
-        assert KernelCost("stock", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
-            another.stock["fa3"], rel=1e-3
-        )
+    for other in cases[60:]:
+        found = KernelCost("stock", fitted.us).microseconds(other.step, SHAPE)
+        assert found == pytest.approx(other.stock["fa3"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("unshared", "sharing"), [(2, 0.0), (20, 3.0)])
@@ -95,18 +105,11 @@ def test_sharing_costs_nothing_where_nearly_all_steps_share(unshared: int, shari
 
 def test_a_fit_counts_the_ctas_of_its_own_gpu() -> None:
     truth = KernelCost("stock", {"launch": 9.0, "split_2": 8.0, "unsplit": 4.0}, sms=58)
-    rng = np.random.default_rng(0)
-
-    def case(number: int) -> MeasuredCase:
-        requests, longest = int(rng.integers(1, 40)), int(rng.integers(500, 9000))
-        step = StepFeatures(requests, requests * longest, requests * longest, 0, 0, 0, longest, longest)
-        return MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
-
-    cases = [case(number) for number in range(60)]
+    drawn = np.random.default_rng(0).integers((1, 500), (40, 9000), (60, 2)).tolist()
+    cases = cases_by(truth, (StepFeatures(n, n * length, n * length, 0, 0, 0, length, length) for n, length in drawn))
     assert fit_kernel("stock", "fa3", cases, 58).error < 1e-4 < 0.01 < fit_kernel("stock", "fa3", cases).error
     results = Results("r.json", "GPU", "1", "now", 2, [replace(c, packed={"native": 9.0}) for c in cases], sm_count=58)
     cost = fit_profile(results).cost("stock", "fa3")
-    assert cost is not None
     assert [cost.microseconds(c.step, SHAPE) for c in cases] == pytest.approx([c.stock["fa3"] for c in cases], rel=1e-3)
 
 

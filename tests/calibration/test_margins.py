@@ -11,6 +11,7 @@ from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase
 from sgl_prefix_attn.routing.profile import DEFAULT_MARGIN, Profile, shipped_profile
 from sgl_prefix_attn.settings import Settings
+from tests.calibration.test_fit import drawn_steps
 
 MEASURED = np.array([100.0, 100.0, 100.0])
 
@@ -50,18 +51,11 @@ def test_one_step_of_500_may_lose_more() -> None:
 
 def test_each_family_is_predicted_from_the_others() -> None:
     """By themselves the slow family's steps would be predicted without error, and none would need a margin."""
-    rng = np.random.default_rng(0)
-
-    def case(number: int) -> MeasuredCase:
-        requests, unique = int(rng.integers(1, 300)), int(rng.integers(1000, 200_000))
-        tokens = unique + int(rng.integers(0, 10 * unique))
-        step = StepFeatures(requests, tokens, unique, tokens // 2, 3, requests, unique // 2, int(rng.integers(1, 9000)))
-        family = "abc"[number % 3]
-        stock = 50.0 + unique / 1000 + tokens / 3000
-        packed = stock * (1.06 if family == "c" else 0.90)
-        return MeasuredCase(str(number), family, ModelShape(32, 8, 128), step, {"native": packed}, {"fa3": stock})
-
-    cases = [case(number) for number in range(90)]
+    cases = []
+    for number, step in enumerate(drawn_steps(90)):
+        family, stock = "abc"[number % 3], 50.0 + step.unique_tokens / 1000 + step.tokens / 3000
+        packed = {"native": stock * (1.06 if family == "c" else 0.90)}
+        cases.append(MeasuredCase(str(number), family, ModelShape(32, 8, 128), step, packed, {"fa3": stock}))
     found = margins_of(cases)
     assert set(found) == {"native"}
     assert LEAST_PERCENT < found["native"]["fa3"] <= MOST_PERCENT

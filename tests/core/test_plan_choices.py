@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.native_build import ROOT, built_module
 from benchmarks.simulator import makespan
+from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import H200, planner_model
@@ -24,8 +26,9 @@ from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_forest
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
     """What no user needs is not in the native module. Compiled in ten seconds of a core."""
-    sources = [Path(__file__).with_name("packing_check.cpp"), ROOT / "csrc" / "plan" / "packing.cpp"]
-    return built_module("packing_check", sources, options=["-O2"], depends=sources[:1])
+    own = Path(__file__).with_name("plan_checks.cpp")
+    sources = [own, *(ROOT / "csrc" / "plan" / name for name in ("packing.cpp", "queue_model.cpp"))]
+    return built_module("plan_checks", sources, options=["-O2"], depends=[own])
 
 
 @pytest.mark.parametrize("seed", range(1000))
@@ -39,10 +42,27 @@ def test_packing_is_within_five_percent_of_the_best_of_all(seed: int, check: Mod
         choices = (forest.node_parent >= 0).sum() + (forest.tail_node >= 0).sum()
         if forest.num_nodes and choices <= 13:
             break
-    own, added_up, lowest = check.packing_costs(forest.native, seq_lens, query_lens, shape, device)
+    native = forest.native, seq_lens, query_lens, _native.ModelShape(**asdict(shape)), device.native()
+    own, added_up, lowest = check.packing_costs(*native)
     assert own == pytest.approx(added_up, rel=1e-9)
     assert lowest <= own * (1 + 1e-9)
     assert own <= 1.05 * lowest
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_an_estimate_of_the_queue_with_a_limit_is_not_later_and_exact_below_it(seed: int, check: ModuleType) -> None:
+    """When the last worker is done, which splits are chosen by."""
+    rng = np.random.default_rng(seed)
+    longest = 10 ** rng.uniform(-6, -4)
+    work_tiles = [
+        (longest * rng.uniform(0.01, 1, int(rng.integers(0, 600))) ** rng.uniform(0.3, 3)).tolist() for _ in range(2)
+    ]
+    batch = (int(rng.integers(1, 265)), *work_tiles, longest, bool(rng.random() < 0.5))
+    exact = check.finish(*batch, math.inf)
+    for share in (0.1, 0.5, 0.8, 0.9, 0.95, 0.97, 0.99, 0.999, 1.001, 1.05, 2):
+        limit = share * exact
+        found = check.finish(*batch, limit)
+        assert found == exact if exact < limit else limit <= found <= exact
 
 
 def test_the_price_of_partials_decides_by_group_size() -> None:

@@ -121,22 +121,6 @@ def test_what_is_no_forest_or_no_shape_is_refused() -> None:
         Planner(ModelShape(8, 0, 64), DeviceModel.gpu(132))
 
 
-def test_very_deep_trees_are_planned_in_time() -> None:
-    # Every request leaves one node further down: 600 levels.
-    path: list[tuple[int, int, int]] = []
-    paths = []
-    for node in range(600):
-        path = [*path, (node, 10 * node, 10 * node + 10)]
-        paths.append(path)
-    forest = PrefixForest.from_paths(paths)
-    seq_lens = np.array([path[-1][2] + 5 for path in paths])
-    planner = Planner(ModelShape(32, 8, 128), DeviceModel.gpu(132))
-    plan = planner.plan(forest, seq_lens)
-    assert planner.plan_seconds < 0.05
-    assert plan.kv_tokens_packed < plan.kv_tokens_per_request / 4
-    check_plan(plan, forest, seq_lens, np.ones(600, dtype=np.int64))
-
-
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens", "message"),
     [
@@ -207,7 +191,7 @@ except PlanError as error:
     assert run.stdout.split() == ["MemoryError", "0"], run.stderr
 
 
-@pytest.mark.parametrize(("depth", "planned"), [(4096, True), (4097, False), (100_000, False)])
+@pytest.mark.parametrize(("depth", "planned"), [(600, True), (4096, True), (4097, False), (100_000, False)])
 def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
     """Request i leaves after i + 1 nodes, the last two after all."""
     mirror = RadixMirror()
@@ -217,8 +201,12 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
     forest, planner = mirror.forest(last, last + 1), Planner(SHAPES[1], DEVICES[2])
     if planned:
         start = time.process_time()
-        assert planner.plan(forest, last + 4).num_queries == depth + 1
+        plan = planner.plan(forest, last + 4)
         assert time.process_time() - start < 0.05, "a pack joins a few nodes of a path; 0.15 s if it could join all"
+        assert plan.num_queries == depth + 1
+        assert plan.kv_tokens_packed < plan.kv_tokens_per_request / 4
+        if depth < 1000:  # the check takes the square
+            check_plan(plan, forest, last + 4, np.ones(depth + 1, dtype=np.int64))
     else:
         with pytest.raises(PlanError, match=f"the forest is {depth} nodes deep; the planner supports 4096"):
             planner.plan(forest, last + 4)

@@ -33,14 +33,6 @@ def test_ctas_combine_the_splits_of_a_document(emulation: ModuleType, heads: tup
     same_bits(emulation, case, fan_in=FAN_IN, warp_ctas=warp_ctas)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_warps_combine_deferred_rows_of_many_partials(emulation: ModuleType, head_dim: int) -> None:
-    """A row's partials are more than the warp loads at once, and than its lanes hold."""
-    case = document(2, 5000, head_dim=head_dim, with_sinks=True)
-    assert splits_of(case) > 32
-    same_bits(emulation, case, fan_in=64)
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)], ids=str)
 def test_warps_combine_the_splits_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
     same_bits(emulation, single(1000, heads=heads), fan_in=FAN_IN)

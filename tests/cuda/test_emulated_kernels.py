@@ -227,12 +227,6 @@ def test_a_window_that_has_left_shared_items_behind(emulation: ModuleType, heads
     check(case, emulate(emulation, case))
 
 
-@pytest.mark.parametrize("ctas", [2, 5])
-def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, ctas: int) -> None:
-    case = make_case(9, requests=8)
-    assert same(emulate(emulation, case, ctas=1), emulate(emulation, case, ctas=ctas))
-
-
 @pytest.mark.parametrize(
     ("work_tiles", "tokens", "warps"),
     [
@@ -325,3 +319,25 @@ def test_items_without_a_prologue(emulation: ModuleType, window: int, prologues:
         expected = emulate(emulation, case, ctas=1)
         check(case, expected)
         assert same(emulate(emulation, case, ctas=1, prologues=prologues), expected)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("longest", [385, 1154, 1156])
+def test_what_lies_behind_the_last_token_is_not_read(
+    emulation: ModuleType, longest: int, by: int, kv_dtype: torch.dtype
+) -> None:
+    """The plan was made for bounds. NaN is behind the end, and some of the last splits begin there."""
+    batch = decode_batch([longest, longest + 3, longest + 40], new=4)
+    case = make_case(1, heads=(8, 1), batch=batch, num_sms=132, kv_dtype=kv_dtype, grown=-by)
+    check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_splits_far_behind_the_end_have_no_keys(emulation: ModuleType, head_dim: int, kv_dtype: torch.dtype) -> None:
+    """A tile of a warpgroup whose second half has no rows: both halves pass the same barriers."""
+    batch = decode_batch([1153], new=6)
+    case = make_case(1, heads=(8, 1), head_dim=head_dim, batch=batch, num_sms=132, kv_dtype=kv_dtype, grown=-200)
+    assert (case.plan.items[:, 3] > 1153 - 200).any()
+    check(case, emulate(emulation, case))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,24 +32,26 @@ def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
     return OnDevice(case, CudaStep, torch.device("cuda", 0), limits, GROWTH)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
-def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: int) -> None:
-    case = make_case(
-        group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300, num_sms=132
-    )
-    check(case, on_gpu(case).run())
+def shapes() -> Iterator[dict[str, Any]]:
+    """Groups, head sizes, types and scales of KV; trees of drafts; lengths around the KV tile."""
+    large: dict[str, Any] = {"requests": 40, "levels": 5, "tokens": 300}
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    for head_dim, dtype in itertools.product((64, 128, 256), (torch.bfloat16, torch.float16)):
+        sizes = {"head_dim": head_dim, "dtype": dtype, **large}
+        for group in (1, 2, 4, 5, 7, 8, 16):
+            yield {"seed": group, "heads": (2 * group, 2), "num_sms": 132, **sizes}
+        for group, new in ((1, 1), (4, 1), (7, 1), (16, 40)):
+            yield {"seed": group, "heads": (2 * group, 2), "max_new_tokens": new, "v_scale": 0.37, **fp8, **sizes}
+    for seed, kv in itertools.product(range(6), ({}, fp8)):
+        ragged = {"requests": 60, "levels": 4, "tokens": 300, "max_new_tokens": 64, "trees": True, **kv}
+        yield {"seed": seed, "heads": (32, 8), "head_dim": 128, "num_sms": 132, **ragged}
+    for length in (1, 63, 64, 65, 1000, 33000):
+        yield {"seed": length, "heads": (8, 1), "head_dim": 128, "batch": decode_batch([length, 1]), "num_sms": 132}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("group", [1, 4, 7, 16])
-def test_fp8_kv(group: int, dtype: torch.dtype, head_dim: int) -> None:
-    case = make_case(
-        group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37,
-        requests=40, levels=5, tokens=300, max_new_tokens=1 if group < 16 else 40,
-    )  # fmt: skip
+@pytest.mark.parametrize("options", shapes(), ids=str)
+def test_shapes(options: dict[str, Any]) -> None:
+    case = make_case(**options)
     check(case, on_gpu(case).run())
 
 
@@ -84,22 +90,6 @@ def test_verify_steps(drafts: int, trees: bool, head_dim: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     check(case, (runner.out, runner.lse))
-
-
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("seed", range(6))
-def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
-    case = make_case(
-        seed, heads=(32, 8), head_dim=128, kv_dtype=kv_dtype, requests=60, levels=4, tokens=300, max_new_tokens=64,
-        num_sms=132, trees=True,
-    )  # fmt: skip
-    check(case, on_gpu(case).run())
-
-
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
-def test_lengths(length: int) -> None:
-    case = make_case(length, heads=(8, 1), head_dim=128, batch=decode_batch([length, 1]), num_sms=132)
-    check(case, on_gpu(case).run())
 
 
 def test_the_same_bits_twice() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.waits import disassembler, listing, waits_of
+from benchmarks.native_build import disassembler
 
 ROOT = Path(__file__).parents[2]
+JUMP = re.compile(r"(BRA|EXIT|RET|BRX)\b")
 
 
 @pytest.mark.slow
@@ -42,14 +45,29 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     assert all(0 < row["code_bytes"] <= 64 << 10 for row in at_once)
 
 
+def users_of_additions(sass: str) -> list[str]:
+    """For each atomic addition in a listing of machine code, the next of eight instructions that names its result."""
+    users = []
+    for function in sass.split("Function :")[1:]:
+        code = re.findall(r"^\s+/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\d+\s+)?(.*?)\s*;", function, re.MULTILINE)
+        for place, instruction in enumerate(code):
+            if addition := re.match(r"ATOMG?\.\S+\s+(?:PT,\s*)?R(\d+),", instruction):
+                behind = itertools.takewhile(lambda later: not JUMP.match(later), code[place + 1 : place + 9])
+                users.append(next((later for later in behind if re.search(rf"\bR{addition[1]}\b", later)), ""))
+    return users
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["hdim128_bf16", "hdim64_fp16", "hdim128_bf16_fp8_kv"])
-def test_no_addition_is_made_for_a_whole_warp(source: str) -> None:
+def test_no_addition_is_made_for_a_whole_warp(source: str, tmp_path: Path) -> None:
     """As the compiler would make one of what it takes for an addition by every lane: all would wait for its sum."""
-    nvcc, cuobjdump = shutil.which("nvcc"), disassembler()
+    nvcc, cuobjdump, cubin = shutil.which("nvcc"), disassembler(), tmp_path / "out.cubin"
     if nvcc is None or cuobjdump is None:
         pytest.skip("nvcc or cuobjdump is missing")
-    waits = list(waits_of(listing(nvcc, cuobjdump, ROOT / "csrc" / "cuda" / "instantiations" / f"{source}.cu", "90a")))
-    additions = [wait for wait in waits if "ATOM" in wait.read]
-    assert len(additions) >= 6, "tile indices, semaphores and the last CTA's, of both kernels"
-    assert not [wait for wait in additions if wait.distance is not None and wait.distance <= 8 and "SHFL" in wait.user]
+    file = ROOT / "csrc" / "cuda" / "instantiations" / f"{source}.cu"
+    flags = ["-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", "-arch=sm_90a", "-cubin"]
+    subprocess.run([nvcc, *flags, str(file), "-o", str(cubin)], check=True)
+    sass = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    users = users_of_additions(sass)
+    assert len(users) >= 6, "tile indices, semaphores and the last CTA's, of both kernels"
+    assert not [user for user in users if "SHFL" in user]

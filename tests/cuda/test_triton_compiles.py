@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.native_build import disassembler
 from sgl_prefix_attn.core.planner import ModelShape
 
 triton_step = pytest.importorskip("sgl_prefix_attn.core.triton_step")
@@ -93,8 +92,7 @@ def test_packed_attention_fits(target: Any, kv: str, head_dim: int, tmp_path: Pa
 
 def resources(kernel: Any, tmp_path: Path) -> tuple[int, int]:
     """Registers and bytes of stack per thread."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    tool = str(cuobjdump) if os.access(cuobjdump, os.X_OK) else shutil.which("cuobjdump")
+    tool = disassembler()
     if tool is None:
         pytest.skip("compiled; cuobjdump, which counts registers, is not installed")
     (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])

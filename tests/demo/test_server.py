@@ -61,7 +61,6 @@ with serve(StandIn(HEALTHY, None)) as server:
     time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
         orphans = [psutil.Process(int(pid)) for pid in killed.stdout.readline().split()]
         killed.kill()
     assert len(orphans) == 2

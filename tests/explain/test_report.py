@@ -14,7 +14,6 @@ from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
 from sgl_prefix_attn.explain.prediction import Machine
 from sgl_prefix_attn.explain.report import Explanation, explain, item_classes
 from sgl_prefix_attn.explain.text import render
-from sgl_prefix_attn.routing.cost import KernelCost
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import CostPolicy
 from sgl_prefix_attn.routing.profile import shipped_profile
@@ -83,8 +82,6 @@ def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: P
     kernels = {"fa3": "fa3", "flashinfer": "flashinfer_tc", "triton": "triton_gqa"}
     profile = shipped_profile()
     packed, other = profile.cost("packed", "native"), profile.cost("stock", kernels[stock])
-    assert isinstance(packed, KernelCost)
-    assert isinstance(other, KernelCost)
     option = () if stock == "fa3" else ("--stock", stock)  # fa3 is the default
     for case in [case for case in draw_set(32, 18) if case.shape.kv_bytes == 2 and case.shape.group >= 4]:
         step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)

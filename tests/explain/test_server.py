@@ -41,7 +41,6 @@ def test_recorded_answer(serve: Serve, server_info: Info) -> None:
     assert state.sglang == server_info["version"]
     assert state.counters.model_dump() == recorded["counters"]
     batch = state.described_batch("last")
-    assert batch is not None
     assert batch.seq_lens.tolist() == recorded["batch"]["seq_lens"]
     assert batch.paths[0][0][1] == 0
 

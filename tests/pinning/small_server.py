@@ -64,9 +64,7 @@ class SmallServer(Pools):
 
     @property
     def manager(self) -> PinningManager:
-        manager = self.hooks.state.manager_of(self.cache)
-        assert manager is not None
-        return manager
+        return self.hooks.state.manager_of(self.cache)
 
     # What users do ----------------------------------------------------------------------------------------------------
 

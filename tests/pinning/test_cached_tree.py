@@ -34,7 +34,6 @@ def test_a_split_is_followed() -> None:
     assert tree.used([span(5, 0, 8), span(6, 8, 10, leaf=True)], [10, 11]) == [1]
     assert tree.place([span(5, 0, 8), span(1, 8, 16, leaf=True)]) == []
     node = tree.get(1)
-    assert node is not None
     assert (node.parent, node.tokens, node.key) == (5, 8, 12)
     assert sorted(ids(tree.leaves())) == [1, 6]
     assert tree.tokens == 18

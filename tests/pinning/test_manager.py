@@ -39,8 +39,12 @@ def retention(lookahead: int = 100) -> PinningSettings:
     return PinningSettings(retention=True, jobs=True, lookahead=lookahead, block=1)
 
 
-def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None:
-    server = SmallServer(kind, slots=64, settings=pinning())
+@pytest.fixture
+def server(kind: str) -> SmallServer:
+    return SmallServer(kind, slots=64, settings=pinning())
+
+
+def test_a_pinned_prefix_outlives_what_evicts_everything_else(server: SmallServer) -> None:
     server.serve(prompt(1))
     pin = server.manager.pin(prompt(1))
     assert server.manager.pins.locked_tokens(pin.id) == 20
@@ -54,8 +58,7 @@ def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None
     assert server.serve([*prompt(1), 5]) == 0
 
 
-def test_a_pin_holds_only_its_own_namespace(kind: str) -> None:
-    server = SmallServer(kind, slots=64, settings=pinning())
+def test_a_pin_holds_only_its_own_namespace(server: SmallServer) -> None:
     pin = server.manager.pin(prompt(1), Namespace("lora"))
     server.serve(prompt(1))
     assert server.manager.pins.locked_tokens(pin.id) == 0
@@ -69,8 +72,7 @@ def hold_everything_by_a_running_request(server: SmallServer) -> None:
     assert server.step()
 
 
-def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> None:
-    server = SmallServer(kind, slots=64, settings=pinning())
+def test_what_running_requests_hold_themselves_does_not_give_way(server: SmallServer) -> None:
     hold_everything_by_a_running_request(server)
     pin = server.manager.pin(prompt(1, 20))
     protected = server.cache.protected_size()
@@ -83,8 +85,7 @@ def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> N
     assert server.serve([*prompt(1), 5]) == 20
 
 
-def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
-    server = SmallServer(kind, slots=64, settings=pinning())
+def test_pins_that_free_nothing_stay_while_others_give_way(server: SmallServer) -> None:
     server.serve(prompt(2, 20))
     useful = server.manager.pin(prompt(2, 20))
     hold_everything_by_a_running_request(server)
@@ -250,16 +251,14 @@ def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str, by
     assert server.manager.counters.failures == 0
 
 
-def test_groups_are_announced_only_to_retention(kind: str) -> None:
-    server = SmallServer(kind, slots=64, settings=pinning())
+def test_groups_are_announced_only_to_retention(server: SmallServer) -> None:
     answer = commands.answer(commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.manager)
     assert answer["error"] == {"kind": "invalid", "message": "retention is off: set PREFIXPACK_RETENTION=reuse"}
 
 
-def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
-    if kind == "tree locks":
+def test_a_reset_that_nobody_told_about_is_noticed(server: SmallServer) -> None:
+    if server.kind == "tree locks":
         pytest.skip("a native core's root keeps its number; its reset is told by flush_cache")
-    server = SmallServer(kind, slots=64, settings=pinning())
     server.serve(prompt(1))
     server.manager.pin(prompt(1))
     server.cache.reset()
@@ -286,8 +285,7 @@ def test_a_disaggregated_decode_server_has_neither_pins_nor_retention(kind, monk
 
 
 class TestCommands:
-    def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
-        server = SmallServer(kind, slots=64, settings=pinning())
+    def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, server: SmallServer) -> None:
         server.serve(prompt(1, 50))
         pin = PinCommand(token_ids=prompt(1, 50), label="x", ttl_steps=9)
         made = commands.answer(commands.encode(pin), server.manager)

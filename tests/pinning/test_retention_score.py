@@ -88,7 +88,6 @@ class TestLookahead:
 def score_in(memory: ReuseMemory, key: int) -> float:
     """What the memory says of a prefix that it knows."""
     placement = memory.placement(key)
-    assert placement is not None
     return memory.score(*placement)
 
 

@@ -64,9 +64,7 @@ class TestPolicy:
         times = {"packed": {"native": 100.0}, "stock": {"fa3": stock_us}}
         measured = [MeasuredStep(step=dataclasses.astuple(step)[:-1], **times) for step in steps(40)]
         known = {"head_shapes": ["32/8/128"], "steps": measured, **changes}
-        policy = cost_policy(MADE.model_copy(update=known), "native", "fa3", SHAPE)
-        assert policy is not None
-        return policy
+        return cost_policy(MADE.model_copy(update=known), "native", "fa3", SHAPE)
 
     def test_steps_that_lost_stay_with_the_stock_backend(self) -> None:
         assert self.of_errors(120.0).decide(STEP).route is Route.PACKED
@@ -86,7 +84,6 @@ class TestPolicy:
 
     def test_a_margin_of_the_user_replaces_them(self) -> None:
         policy = cost_policy(MADE, "native", "fa3", SHAPE, margin=0.3)
-        assert policy is not None
         assert policy.neighbours is None
         assert policy.decide(STEP).route is Route.STOCK
 

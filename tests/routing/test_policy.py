@@ -53,8 +53,6 @@ class TestRouter:
         """Measured: see docs/routing.md. The bound leaves room for busy machines."""
         shipped = shipped_profile()
         packed, stock = shipped.cost("packed", "native"), shipped.cost("stock", "fa3")
-        assert packed is not None
-        assert stock is not None
         router = Router(CostPolicy(packed, stock, LLAMA_8B, 0.1))
         forest = PrefixForest.from_paths([[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)])
         lengths = np.full(1024, 5000, dtype=np.int64)
@@ -66,7 +64,6 @@ class TestRouter:
 @pytest.mark.parametrize("name", ["cost", "conservative", "packed", "batch>=1", "reuse>=1"])
 def test_a_step_without_requests_has_a_route(name: str, rows: int) -> None:
     cost = cost_policy(shipped_profile(), "native", "fa3", LLAMA_8B)
-    assert cost is not None
     policy = policy_of(parse(name), cost, ConservativePolicy(LLAMA_8B, "native"))
     assert Router(policy).decide(PrefixForest.from_paths([]), np.zeros(0, dtype=np.int64), rows) in Route
 

@@ -35,6 +35,11 @@ def taken(folder: Path, of: ServerFacts, **arguments: Any) -> str | None:
     return None if found is None else f"{found.stored.origin} {Path(found.stored.name).stem}"
 
 
+def borrowed(folder: Path, of: ServerFacts) -> str | None:
+    """In what the profile that is taken differs from the server."""
+    return ProfileStore.read(folder=folder).find(of).borrowed
+
+
 def test_the_users_comes_before_the_packages_and_the_same_heads_before_others(tmp_path: Path) -> None:
     assert taken(tmp_path, facts()) == "shipped h200"
     write(tmp_path, "others", head_shapes=["8/1/128"])
@@ -56,38 +61,28 @@ def test_of_profiles_that_differ_in_pages_alone_the_servers_is_taken(tmp_path: P
     write(tmp_path, "b", head_shapes=["32/8/128"])
     assert taken(tmp_path, facts()) == "user b"
     assert taken(tmp_path, facts(page_size=16)) == "user a-page16"
-    found = ProfileStore.read(folder=tmp_path).find(facts(page_size=64))
-    assert found is not None
-    assert found.borrowed == "page size 16; this is 64"
+    assert borrowed(tmp_path, facts(page_size=64)) == "page size 16; this is 64"
 
 
 def test_an_h100_has_a_profile_of_its_own(tmp_path: Path) -> None:
     h100 = "NVIDIA H100 80GB HBM3"
     assert taken(tmp_path, facts(gpu=h100)) == "shipped h100"
-    found = ProfileStore.read(folder=tmp_path).find(facts("32/8/64", gpu=h100))
-    assert found is not None
-    assert found.borrowed == "head_dim 128; this is 64"
+    assert borrowed(tmp_path, facts("32/8/64", gpu=h100)) == "head_dim 128; this is 64"
     assert taken(tmp_path, facts(gpu=h100, stock="triton_gqa")) is None
     assert taken(tmp_path, facts(gpu="NVIDIA H100 PCIe")) is None
 
 
 def test_kv_types(tmp_path: Path) -> None:
     assert taken(tmp_path, facts(kv_bytes=1, stock="flashinfer_tc")) == "shipped h200_fp8_kv"
-    found = ProfileStore.read(folder=tmp_path).find(facts(kv_bytes=1))
-    assert found is not None
-    assert found.borrowed == "16-bit KV; of 8 bits, predictions know the bytes alone"
+    assert borrowed(tmp_path, facts(kv_bytes=1)) == "16-bit KV; of 8 bits, predictions know the bytes alone"
     assert taken(tmp_path, facts(kv_bytes=4, dtype="fp32")) is None
-    found = ProfileStore.read(folder=tmp_path).find(facts("32/8/64", kv_bytes=1, stock="flashinfer_tc"))
-    assert found is not None
-    assert found.borrowed == "head_dim 128; this is 64"
+    assert borrowed(tmp_path, facts("32/8/64", kv_bytes=1, stock="flashinfer_tc")) == "head_dim 128; this is 64"
 
 
 def test_kernels_of_an_earlier_version(tmp_path: Path) -> None:
     write(tmp_path, "p", kernels_version=min(TAKEN_VERSIONS))
-    found = ProfileStore.read(folder=tmp_path).find(facts())
-    assert found is not None
-    assert found.stored.origin == "user"
-    assert found.borrowed == f"kernels of version {min(TAKEN_VERSIONS)}; these are of {KERNELS_VERSION}"
+    assert taken(tmp_path, facts()) == "user p"
+    assert borrowed(tmp_path, facts()) == f"kernels of version {min(TAKEN_VERSIONS)}; these are of {KERNELS_VERSION}"
 
 
 def test_the_shipped_profiles_are_of_these_kernels() -> None:

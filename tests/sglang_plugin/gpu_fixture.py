@@ -77,7 +77,6 @@ class HostStep:
         self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
         visible: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert self._plan is not None
         assert not self.lost
         self._visible = visible
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64

@@ -91,8 +91,6 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
         return start_process(command, environment, output)
     read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
     template = _template(tuple(sorted((read_at_import | AT_IMPORT).items())))
-    assert template.stdin is not None
-    assert template.stdout is not None
     request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "output": output.name}
     template.stdin.write(json.dumps(request) + "\n")
     template.stdin.flush()
@@ -120,7 +118,6 @@ def _template(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Ends a template, and counts the processor time of its servers as this process's children's."""
-    assert process.stdin is not None
     process.stdin.close()
     try:
         process.wait(10)

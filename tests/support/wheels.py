@@ -10,12 +10,9 @@ import contextlib
 import fcntl
 import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -80,17 +77,3 @@ def published_source(version: str) -> Path:
             if installed.version == version:
                 return Path(str(installed.locate_file("")))
         raise
-
-
-def unpack(source: Path, folder: Path, files: Collection[str]) -> Path:
-    """Copies `files` (paths in the wheel) and the metadata out of a published source, and returns `folder`."""
-    if source.is_dir():
-        metadata = [str(path.relative_to(source)) for path in source.glob("sglang-*.dist-info/*") if path.is_file()]
-        for name in [*files, *metadata]:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / name, folder / name)
-        return folder
-    with zipfile.ZipFile(source) as archive:
-        metadata = [name for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")]
-        archive.extractall(folder, [*files, *metadata])
-    return folder

@@ -161,7 +161,6 @@ class TestHandover:
 
     def test_paths_and_forward_batch_say_decode(self) -> None:
         hooks, counters = self.start()
-        assert hooks.active is not None
         batch = Rollout().batch(mixed=True)
         forward = forward_batch(batch.forward_mode)
         hooks.after_forward_batch_init(forward, object, batch, TARGET)

@@ -1,5 +1,5 @@
-// Independent answers that the tests hold pack_forest against. Built by the tests, with csrc/plan/packing.cpp.
-#include <pybind11/numpy.h>
+// Independent answers that the tests hold pack_forest against, and the queue model. Built by the tests, with the
+// sources of csrc/plan that they call. pybind11 knows the types of the native module across modules.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +12,7 @@
 
 #include "plan/packing.h"
 #include "plan/plan.h"
+#include "plan/queue_model.h"
 
 namespace py = pybind11;
 using namespace prefixpack;
@@ -105,78 +106,11 @@ class Exhaustive {
   uint32_t choice_ = 0;
 };
 
-// The native module's types are not of this module: what they hold is copied by name.
-template <class T>
-void copy(const py::object& source, const char* name, T& value) {
-  value = source.attr(name).cast<T>();
-}
-
-Forest copy_forest(const py::object& source) {
-  Forest forest;
-  copy(source, "num_requests", forest.num_requests);
-  copy(source, "order", forest.order);
-  copy(source, "node_parent", forest.node_parent);
-  copy(source, "node_begin", forest.node_begin);
-  copy(source, "node_end", forest.node_end);
-  copy(source, "node_first", forest.node_first);
-  copy(source, "node_last", forest.node_last);
-  copy(source, "node_request", forest.node_request);
-  copy(source, "tail_begin", forest.tail_begin);
-  copy(source, "tail_node", forest.tail_node);
-  std::vector<int32_t> depth(forest.num_nodes(), 1);
-  for (int32_t node = 0; node < forest.num_nodes(); ++node) {
-    if (forest.node_parent[node] >= 0) depth[node] += depth[forest.node_parent[node]];
-    forest.depth = std::max(forest.depth, depth[node]);
-  }
-  return forest;
-}
-
-ModelShape copy_shape(const py::object& source) {
-  ModelShape shape;
-  copy(source, "q_heads", shape.q_heads);
-  copy(source, "kv_heads", shape.kv_heads);
-  copy(source, "head_dim", shape.head_dim);
-  copy(source, "kv_bytes", shape.kv_bytes);
-  copy(source, "partial_bytes", shape.partial_bytes);
-  return shape;
-}
-
-DeviceModel copy_device(const py::object& source) {
-  DeviceModel device;
-  copy(source, "workers", device.workers);
-  copy(source, "bandwidth", device.bandwidth);
-  copy(source, "flops", device.flops);
-  copy(source, "item_overhead", device.item_overhead);
-  copy(source, "reread", device.reread);
-  copy(source, "tile_rows", device.tile_rows);
-  copy(source, "narrow_rows", device.narrow_rows);
-  copy(source, "narrow_per_worker", device.narrow_per_worker);
-  copy(source, "narrow_to_fill", device.narrow_to_fill);
-  copy(source, "narrow_overhead", device.narrow_overhead);
-  copy(source, "narrow_parts", device.narrow_parts);
-  copy(source, "narrow_reread", device.narrow_reread);
-  copy(source, "overlap", device.overlap);
-  copy(source, "wide_rows", device.wide_rows);
-  copy(source, "wide_flops", device.wide_flops);
-  copy(source, "lone_speedup", device.lone_speedup);
-  copy(source, "combine_step", device.combine_step);
-  copy(source, "combine_rows", device.combine_rows);
-  copy(source, "combine_width", device.combine_width);
-  copy(source, "combine_latency", device.combine_latency);
-  copy(source, "combine_fan_in", device.combine_fan_in);
-  copy(source, "widest_flops", device.widest_flops);
-  copy(source, "medium_flops", device.medium_flops);
-  copy(source, "deferred_combine", device.deferred_combine);
-  copy(source, "deferred_combine_step", device.deferred_combine_step);
-  return device;
-}
-
 // Seconds: the packing's own cost, its packs' cost added up, the cheapest of all packings.
-py::tuple packing_costs(const py::object& native_forest, const std::vector<int64_t>& seq_lens,
-                        const std::vector<int64_t>& query_lens, const py::object& shape, const py::object& device) {
-  const Forest forest = copy_forest(native_forest);
+py::tuple packing_costs(const Forest& forest, const std::vector<int64_t>& seq_lens,
+                        const std::vector<int64_t>& query_lens, const ModelShape& shape, const DeviceModel& device) {
   const BatchLens lens{seq_lens.data(), query_lens.data()};
-  const CostModel cost(copy_shape(shape), copy_device(device), lens.uniform_rows(forest.num_requests));
+  const CostModel cost(shape, device, lens.uniform_rows(forest.num_requests));
   const Packing packing = pack_forest(forest, lens, cost);
   int32_t num_queries = 0;
   for (int32_t i = 0; i < forest.num_requests; ++i) num_queries += lens.query_len(i);
@@ -184,9 +118,25 @@ py::tuple packing_costs(const py::object& native_forest, const std::vector<int64
                         Exhaustive(forest, lens, cost).lowest());
 }
 
+// works: seconds of each work tile.
+WorkTileBins binned(const std::vector<double>& works, double longest) {
+  WorkTileBins bins;
+  bins.reset(longest);
+  for (double work : works) bins.add(work, 1);
+  return bins;
+}
+
+double finish(int64_t workers, const std::vector<double>& whole, const std::vector<double>& narrow, double longest,
+              bool mostly_narrow, double limit) {
+  const Workers model{workers, 8, 1.6, 1.9, 1.0 / 3, 4.5e-6, 4e-6};
+  return finish_of(model, binned(whole, longest), binned(narrow, longest), mostly_narrow, limit);
+}
+
 }  // namespace
 
-PYBIND11_MODULE(packing_check, m) {
+PYBIND11_MODULE(plan_checks, m) {
   m.def("packing_costs", &packing_costs, py::arg("forest"), py::arg("seq_lens"), py::arg("query_lens"),
         py::arg("shape"), py::arg("device"));
+  m.def("finish", &finish, py::arg("workers"), py::arg("whole"), py::arg("narrow"), py::arg("longest"),
+        py::arg("mostly_narrow"), py::arg("limit"));
 }
