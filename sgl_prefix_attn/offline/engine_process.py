@@ -181,7 +181,9 @@ class _Requests:
             return Outcome(task.number, await self._handlers.run(task)), ""
         except RefusedError as error:
             told = str(error)
-        except Exception as error:  # it gave the request up, with whatever exception its version has for that
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a cancellation inside SGLang, and a panic of its tokenizer
             told = f"the engine gave the request up: {reason(error)}"
         finally:
             del self._inside[task.number]

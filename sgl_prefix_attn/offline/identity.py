@@ -12,6 +12,7 @@ from pathlib import Path
 _OF_THE_MACHINE = frozenset(
     {"--base-gpu-id", "--gpu-id-step", "--log-level", "--mem-fraction-static", "--nccl-port", "--port"}
 )
+_SECRETS = ("--admin-api-key", "--api-key", "--ssl-keyfile-password")  # an engine refuses them, after the journal began
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".py")  # configs, tokenizer, template, code
 _MOST_HEADER = 1 << 27  # bytes of a safetensors header
@@ -27,7 +28,7 @@ def job_identity(arguments: Sequence[str], folder: str) -> dict[str, str]:
     shared, left = [], iter(arguments)
     for argument in left:
         name, equals, _ = argument.partition("=")
-        if name in _OF_THE_MACHINE:
+        if name in _OF_THE_MACHINE or _may_be_secret(name):
             if not equals:
                 next(left, None)
         else:
@@ -38,6 +39,11 @@ def job_identity(arguments: Sequence[str], folder: str) -> dict[str, str]:
             if path.suffix in (*_READ_WHOLE, *_WEIGHTS) and path.is_file():
                 identity[f"the model's {path.name}"] = _fingerprint(path)
     return identity
+
+
+def _may_be_secret(name: str) -> bool:
+    """Whether an option is one that nobody else may read, also if it is abbreviated."""
+    return len(name) > 4 and any(secret.startswith(name) for secret in _SECRETS)
 
 
 def _fingerprint(path: Path) -> str:

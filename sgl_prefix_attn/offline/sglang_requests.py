@@ -223,7 +223,7 @@ class _Heard:
         return Answer(body, usage["prompt_tokens"], usage["completion_tokens"] or 0, cached)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An exception of SGLang's in words: FastAPI's carry them in `detail`."""
     if isinstance(error, (RefusedError, ValueError)):
         return str(error)

@@ -60,3 +60,10 @@ def test_what_changes_no_token_is_the_same_job(folder):
         (folder / name).write_text("of the batch")
     assert job_identity(["--model-path", str(folder), "--tp", "2"], str(folder)) == before
     assert job_identity(["--model-path", str(folder), "--tp", "4"], str(folder)) != before
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key", "--ssl-keyfile-password", "--api-k", "--admin"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_secrets_are_not_in_the_journal(option, joined):
+    given = [f"{option}=hush"] if joined else [option, "hush"]
+    assert job_identity(["--dtype", "half", *given], "m") == job_identity(["--dtype", "half"], "m")

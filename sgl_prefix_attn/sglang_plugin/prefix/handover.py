@@ -65,7 +65,11 @@ class Handover:
         self._tracker.runs_as_decode = self._one_token.applies
 
     def one_token_step(self, batch: Any, forward_batch: Any) -> None:
-        """Makes a decode step of a batch's ForwardBatch if it is a one-token step; never raises."""
+        """Makes a decode step of a batch's ForwardBatch if it is a one-token step.
+
+        Raises:
+            MemoryError: of this rank alone, where the others may replay a graph.
+        """
         if self._one_token is None:
             return
         start = time.perf_counter()

@@ -24,7 +24,7 @@ OF_AN_EXCEPTION: Final = "an exception, which the log has"
 OF_ONE_RANK: Final = (MemoryError, torch.OutOfMemoryError)  # exceptions that one rank may have alone
 # Parts that decide what all ranks have to decide alike.
 DECIDING: Final = frozenset(
-    {"group_scheduling", "shared_prefill", "pins", "pins.command"}
+    {"group_scheduling", "one_token_steps", "shared_prefill", "pins", "pins.command"}
     | {f"pins.{hook}" for hook in ("add_one_req", "calc_priority", "evict", "flush_cache", "release_kv", "run_batch")}
 )
 _MOST_LOGGED: Final = 100  # tracebacks

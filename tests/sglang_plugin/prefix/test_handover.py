@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,9 +12,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry import failures, fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2)
@@ -138,3 +139,15 @@ class TestHooks:
         assert active.take(NO_BATCH) is NOTHING
         hooks.around_forward(forward, TARGET, forward_batch)
         assert seen == [STEP] * 3
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_rank_alone_without_memory_does_not_turn_a_prefill_into_another_step_than_the_others(monkeypatch, ranks):
+    counters = Counters()
+    handover = Handover(BatchTracker(1), counters)
+    handover.run_one_token_steps()
+    monkeypatch.setattr(failures, "several_ranks", lambda: ranks)
+    monkeypatch.setattr(handover, "_one_token", Mock(applies=Mock(side_effect=MemoryError)))
+    with pytest.raises(MemoryError) if ranks else contextlib.nullcontext():
+        handover.one_token_step(None, None)
+    assert counters.failures.counts == {"one_token_steps": 1}
