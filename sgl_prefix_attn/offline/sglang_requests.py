@@ -102,10 +102,14 @@ class Handlers:
         loop = asyncio.new_event_loop()
         try:
             for line in lines:
+                planned: Planned | Refused
                 try:
-                    yield loop.run_until_complete(self._plan(line))
-                except Exception as error:  # a chat template is a program of the model's authors
-                    yield Refused(line.number, _INVALID, reason(error))
+                    planned = loop.run_until_complete(self._plan(line))
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a chat template is a program; a tokenizer may panic
+                    planned = Refused(line.number, _INVALID, reason(error))
+                yield planned
         finally:
             loop.close()
 

@@ -11,17 +11,22 @@ from fastapi import HTTPException
 
 from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.answers import Answer
-from sgl_prefix_attn.offline.messages import Outcome, Ready, Task
-from sgl_prefix_attn.offline.sglang_requests import RefusedError
+from sgl_prefix_attn.offline.batch_file import CHAT
+from sgl_prefix_attn.offline.messages import Line, Outcome, Planned, Ready, Refused, Task
+from sgl_prefix_attn.offline.sglang_requests import Handlers, RefusedError
 
 FULL = RefusedError("The request queue is full.")
 ANSWER = Answer({}, 1, 1)
 
 
+class Panic(BaseException):
+    """As a tokenizer in Rust raises it."""
+
+
 class GivesUp:
     """Handlers that end every request with this exception."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     async def run(self, task: Task) -> Answer:
@@ -71,10 +76,25 @@ def outcomes(handlers: Any, count: int = 1) -> list[Outcome]:
         (RuntimeError("it stopped"), "the engine gave the request up: RuntimeError: it stopped"),
         (TimeoutError(), "the engine gave the request up: TimeoutError: "),
         (KeyError("rid"), "the engine gave the request up: KeyError: 'rid'"),
+        (asyncio.CancelledError(), "the engine gave the request up: CancelledError: "),
+        (Panic("index out of range"), "the engine gave the request up: Panic: index out of range"),
     ],
 )
 def test_whatever_the_engine_raises_is_the_requests_error(error, message):
     assert outcomes(GivesUp(error)) == [Outcome(0, None, message)]
+
+
+@pytest.mark.parametrize("error", [ValueError("no template"), Panic("no template")])
+def test_a_line_that_cannot_be_planned_does_not_end_the_others(error, monkeypatch):
+    async def plan(self: Handlers, line: Line) -> Planned:
+        if line.number == 1:
+            raise error
+        return Planned(line.number, None, 1, 0, 1)
+
+    monkeypatch.setattr(Handlers, "_plan", plan)
+    planned = list(Handlers.__new__(Handlers).plan([Line(number, CHAT, b"") for number in range(3)]))
+    assert [(type(found), found.number) for found in planned] == [(Planned, 0), (Refused, 1), (Planned, 2)]
+    assert planned[1].message.endswith("no template")
 
 
 def test_a_full_queue_is_waited_for(monkeypatch):

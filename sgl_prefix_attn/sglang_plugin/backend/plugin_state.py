@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,6 +76,7 @@ class PluginState:
     _owned: dict[type, Any] = field(default_factory=dict, repr=False)
     _records: list[weakref.ref[BackendRecord]] = field(default_factory=list, repr=False)
     _steps: int = field(default=0, repr=False)
+    _looked_for_metrics: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self._owned[Failures] = self.counters.failures
@@ -82,14 +84,16 @@ class PluginState:
     def serve(self, facts: ServerFacts) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
-            self.export_metrics(facts)
+            self.export_metrics(lambda: facts)
             self.handover = Handover(BatchTracker(facts.microbatches), self.counters)
             self.handover_hooks.active = self.handover
         return self.handover
 
-    def export_metrics(self, facts: ServerFacts) -> None:
-        """Makes the exporter of a server that has metrics; works once."""
-        if self.exporter is None and self.settings.metrics:
+    def export_metrics(self, read_facts: Callable[[], ServerFacts]) -> None:
+        """Makes the exporter of a server that has metrics; works once, and reads the facts once."""
+        if self.settings.metrics and not self._looked_for_metrics:
+            self._looked_for_metrics = True
+            facts = read_facts()
             self.exporter = MetricsExporter.of_server(facts.server_args, facts.ranks)
 
     def add(self, backend: Any, record: BackendRecord) -> None:

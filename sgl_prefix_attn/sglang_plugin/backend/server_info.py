@@ -111,8 +111,7 @@ def tell_without_backend(result: Any, scheduler: Any, *args: Any, **kwargs: Any)
         if result is not None:
             result.internal_state[SCHEDULING_KEY] = {"disabled": state.disabled(), "failures": dict(failures.counts)}
         if failures.disabled or failures.counts:
-            if state.exporter is None:
-                state.export_metrics(ServerFacts.of(scheduler.tp_worker.model_runner))
+            state.export_metrics(lambda: ServerFacts.of(scheduler.tp_worker.model_runner))
             state.flush_metrics()
 
 

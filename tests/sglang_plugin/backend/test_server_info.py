@@ -52,6 +52,23 @@ def test_a_server_without_a_backend_of_ours_tells_what_is_off(monkeypatch: pytes
         plugin_state.reset()
 
 
+def test_a_server_without_metrics_is_asked_for_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls `on_idle` in a loop that waits for nothing."""
+    plugin_state.reset()
+    state = plugin_state.of_process(Settings(group_scheduling=True), "0.5.20")
+    state.counters.failures.switch_off("group_scheduling", "of a test")
+    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None))
+    facts = Mock(return_value=SimpleNamespace(server_args=SimpleNamespace(enable_metrics=False), ranks=None))
+    monkeypatch.setattr(server_info.ServerFacts, "of", facts)
+    try:
+        for _ in range(3):
+            server_info.tell_without_backend(None, scheduler)
+        assert facts.call_count == 1
+        assert state.counters.failures.counts == {}
+    finally:
+        plugin_state.reset()
+
+
 class TestState:
     def test_it_joins_sglangs_answer_and_is_what_explain_reads(self) -> None:
         fixture = Fixture(PATHS, [30, 27, 25, 9])
