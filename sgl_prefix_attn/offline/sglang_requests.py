@@ -25,6 +25,7 @@ _INT32_MAX, _INT64_MAX, _FLOAT32_MAX = 2**31 - 1, 2**63 - 1, 3e38
 _MOST_BIAS = 1e20  # divided by the least temperature and the least penalty it is still finite
 _LEAST_PENALTY = 1e-6  # divisor of logits
 _MOST_SAMPLES = 4096
+_GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")  # of SGLang's sampling parameters
 # Fields that SGLang's validators read before its classes drop them.
 _READ_BY_VALIDATORS = frozenset({"reasoning", "data_parallel_rank"})
 
@@ -175,6 +176,9 @@ def _check_numbers(prompt: Any, vocabulary: int) -> None:
                 raise RefusedError(
                     f"{where} has the token id {token}; those of the model are from 0 to {vocabulary - 1}"
                 )
+    if (sampling.min_new_tokens or 0) > 0 and any(getattr(sampling, name, None) for name in _GRAMMARS):
+        # Where the grammar allows the end alone, no token is left. Drawn beside others, that ends the scheduler.
+        raise RefusedError("min_tokens with a grammar can end SGLang's scheduler; leave min_tokens away")
     bias = [abs(value) for value in (sampling.logit_bias or {}).values()]
     for name, value, least, most in (
         ("max_tokens", sampling.max_new_tokens, 0, _INT32_MAX),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sgl_prefix_attn.offline.batch_file import CHAT, COMPLETIONS
 from sgl_prefix_attn.offline.messages import Line, Refused
-from sgl_prefix_attn.offline.sglang_requests import check, request_of
+from sgl_prefix_attn.offline.sglang_requests import RefusedError, _check_numbers, check, request_of
 
 pytest.importorskip("sglang")
 HELLO = [{"role": "user", "content": "hello"}]
@@ -75,3 +76,24 @@ def test_values_nested_deeper_than_they_can_be_printed(field):
     text = json.dumps({"body": {"prompt": "x", field: "NESTED"}}).replace('"NESTED"', "[" * 1000 + "]" * 1000)
     (refused,) = check([Line(3, COMPLETIONS, text.encode())]).refused
     assert "[[[" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_new_tokens": 2**31}, "max_tokens = 2147483648: expected 0 to 2147483647"),
+        ({"top_k": 2**31}, "top_k = 2147483648"),
+        ({"temperature": 1e300}, "temperature = 1e[+]300"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias = nan"),
+        ({"stop_token_ids": [900]}, "stop_token_ids has the token id 900; those of the model are from 0 to 899"),
+        ({"min_new_tokens": 2, "regex": "a"}, "min_tokens with a grammar can end SGLang's scheduler"),
+        ({"min_new_tokens": 2, "ebnf": 'root ::= "a"'}, "min_tokens with a grammar"),
+        ({"min_new_tokens": 2, "json_schema": "{}"}, "min_tokens with a grammar"),
+    ],
+)
+def test_what_would_end_the_scheduler_is_refused(sampling, message):
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    plain = {"max_new_tokens": 8, **sampling}
+    with pytest.raises(RefusedError, match=message):
+        _check_numbers(SimpleNamespace(input_ids=[1], sampling_params=SamplingParams(**plain), top_logprobs_num=0), 900)
