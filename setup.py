@@ -112,7 +112,7 @@ def python_packages() -> list[str]:
 setup(
     packages=python_packages(),
     package_data={
-        "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "**/*.toml", "gpus/*.json"],
+        "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "**/*.toml"],
         "sgl_prefix_attn.installer": ["*.txt", "sglang_cpu/*", "sglang_cpu/sgl_kernel/*.py"],
     },
     ext_modules=[

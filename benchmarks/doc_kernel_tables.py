@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.kernel.gpu_drawn_report import FLOOR_US, family_of
 from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio, time_of
-from sgl_prefix_attn.calibration.judge import Candidate, outcomes, profile_choice
+from sgl_prefix_attn.abtest.judge import Outcome, judge, outcomes
 from sgl_prefix_attn.routing.measured import read_results
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.routing.profile import shipped_profile
+from sgl_prefix_attn.routing.policy_names import parse
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Rows = Iterator[Sequence[str]]
@@ -161,12 +161,9 @@ LOADS = ((1, 8, "below 8 requests"), (8, 64, "8 to 63"), (64, math.inf, "64 and 
 
 
 def gains_by_load(name: str) -> Rows:
-    """Attention as the shipped profile routes it over fa3 alone, by sharing and running requests."""
+    """Attention as the default policy routes it over fa3 alone, by sharing and running requests."""
     yield ("sharing", *(title for _, _, title in LOADS))
-    cases = [case for case in read_results(RESULTS / f"{name}.json").cases if case.shape.kv_bytes == 2]
-    usable = [case for case in cases if case.stock_us("fa3") is not None and "native" in case.packed]
-    shipped = Candidate("", profile_choice(shipped_profile(), "native", "fa3", None))
-    routed = list(outcomes(usable, shipped, "native", "fa3"))
+    routed = outcomes_of(name, "auto", "fa3")
     for low, high, title in ((1, 1.01, "none"), (1.01, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
         cells = []
         for least, most, _ in LOADS:
@@ -204,27 +201,27 @@ def verify() -> Rows:
         yield (family, *cells)
 
 
-def conservative() -> Rows:
-    """The rule without a profile, by family and stock backend."""
-    yield ("family", "batches", "over fa3", "behind", "batches", "over flashinfer", "behind")
-    rows = read("conservative_rule")["rows"]
-    parts = {(row["stock"], row["name"]): row for row in rows}
-    for family in (*FAMILIES, "conservative"):
-        cells = []
-        for stock in ("fa3", "flashinfer"):
-            part = parts[stock, family]
-            cells += [str(part["steps"]), f"{part['gain']:.2f}", str(part["behind"])]
-        yield ("**all**" if family == "conservative" else family, *cells)
+def outcomes_of(name: str, policy: str, stock: str, kv_bytes: int = 2) -> list[Outcome]:
+    """The decode steps of a results file with one KV type, under a policy over a stock backend."""
+    found = outcomes(read_results(RESULTS / f"{name}.json"), parse(policy), "native", stock)
+    return [each for each in found if each.case.shape.kv_bytes == kv_bytes]
 
 
-def calibrated() -> Rows:
-    """`calibrate` on an H200: regret over unseen seeds, by heads, KV type and stock backend."""
-    yield ("heads", "KV", "stock", "regret, all time", "mean regret, 95 %", "behind", "gain over stock")
-    for report in sorted(read("calibration_h200")["reports"], key=lambda report: report["arguments"]["heads"][1]):
-        heads = "/".join(map(str, report["arguments"]["heads"]))
-        for pair, found in report["pairs"].items():
-            row = found["rows"][0]
-            stock, behind = pair.rpartition(" ")[2], f"{len(found['behind_again'])} of {row['steps']}"
-            total, mean, low, high = (f"{100 * row[key]:.1f}" for key in ("regret", "mean_regret", "low", "high"))
-            regret = (f"{total} %", f"{mean} % ({low} to {high})")
-            yield (heads, report["kv_dtype"], stock, *regret, behind, f"{row['gain']:.2f}")
+# Seeds that had no part in the choice of thresholds: title, results files.
+JUDGES = {
+    "H200, two seeds": ("gpu_drawn", "gpu_drawn_857294969"),
+    "H100, two seeds": ("gpu_drawn_h100", "gpu_drawn_h100_343745556"),
+}
+POLICIES = ("auto", "packed", "batch>=64", "conservative")
+
+
+def policies() -> Rows:
+    """Policies over the seeds that judge the rule, by GPU and stock backend, 16-bit KV."""
+    yield ("steps of", "policy", "stock", "steps", "packed", "mean regret", "behind", "worst", "gain", "oracle")
+    for (title, names), stock in itertools.product(JUDGES.items(), ("fa3", "flashinfer")):
+        for policy in POLICIES:
+            found = judge([each for name in names for each in outcomes_of(name, policy, stock)])
+            label = f"**`{policy}`**" if policy == "auto" else f"`{policy}`"
+            cells = (f"{100 * found.mean_regret:.2f} %", str(found.behind), f"{found.worst[0]:+.0%}".replace("%", " %"))
+            gains = (f"{found.gain:.2f}", f"{found.oracle:.2f}")
+            yield (title, label, stock, str(found.steps), str(found.packed), *cells, *gains)

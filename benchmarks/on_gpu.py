@@ -124,8 +124,6 @@ JOBS = (
     ),
     Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py --results {out}.json"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
-    Job("calibrate_32_8", 6, "-m sgl_prefix_attn calibrate --heads 32/8 --kv-dtype bf16 --minutes 4 --out {out}.json"),
-    Job("calibrate_64_4", 6, "-m sgl_prefix_attn calibrate --heads 64/4 --kv-dtype bf16 --minutes 4 --out {out}.json"),
     Job(
         "commands_of_pages",
         10,

@@ -16,11 +16,9 @@ from sgl_prefix_attn import __version__
 COMMANDS = {
     "abtest": ("sgl_prefix_attn.abtest.cli", "compare routing policies, over measured steps or live on a server"),
     "batch": ("sgl_prefix_attn.offline.cli", "run a batch file (OpenAI's format) offline, prefixes computed once"),
-    "calibrate": ("sgl_prefix_attn.calibration.cli", "fit the routing profile of a GPU to measured batches"),
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
     "doctor": ("sgl_prefix_attn.sglang_plugin.doctor.cli", "say what of a server would run packed, and what to change"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
-    "route": ("sgl_prefix_attn.route_cli", "list the routing profiles, and the one that a server would take"),
     "setup-cpu": ("sgl_prefix_attn.installer.cli", "install SGLang for CPUs into this environment, for a trial"),
     "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
     "tiny-model": ("sgl_prefix_attn.demo.model_cli", "write a model of random weights, which needs no hub"),

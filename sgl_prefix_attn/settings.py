@@ -104,26 +104,11 @@ class Settings(BaseModel):
     route: str = Field(
         "auto",
         description="Where decode and verify steps run: packed if all conditions of this policy hold, else stock. "
-        "cost, which is auto: the routing profile predicts packed to be faster; a rule decides verify steps. Without a "
-        "profile for the GPU: a conservative rule. On a CPU: true, unless route_profile is set. batch>=N: at least N "
-        "requests run. reuse>=X: each distinct KV token is read X times on average. packed: always. stock: never.",
+        "auto: sharing saves many KV bytes, or the batch is one that the stock kernel is slow at. Where nothing was "
+        "measured: a conservative rule; on a CPU: always. batch>=N: at least N requests run. reuse>=X: each distinct "
+        "KV token is read X times on average. saved>=MiB: sharing saves as much of a layer's KV on a GPU. packed: "
+        "always. stock: never.",
         json_schema_extra={"accepts": policy_names.FORMS},
-    )
-    route_margin: int | None = Field(
-        None,
-        ge=0,
-        le=1000,
-        description="Percent by which packed must be predicted to be faster before steps change from the stock "
-        "backend to packed. Steps change back when packed is predicted to be slower. Unset: the profile's margin for "
-        "the two kernels, or 10; with measured steps of the server's heads 5, and three standard "
-        "deviations.",
-    )
-    route_profile: str | None = Field(
-        None,
-        min_length=1,
-        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
-        "Unset: the package's profile for the GPU and KV type, if there is one (H200, H100 SXM).",
-        json_schema_extra={"accepts": "the path of a JSON file, or none"},
     )
     live_tests: bool = Field(
         False,
@@ -212,8 +197,7 @@ class Settings(BaseModel):
     @field_validator("route")
     @classmethod
     def _policy(cls, value: str) -> str:
-        name = str(policy_names.parse(value))
-        return "auto" if name == "cost" else name
+        return str(policy_names.parse(value))
 
     @property
     def policy(self) -> policy_names.PolicyName:

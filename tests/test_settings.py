@@ -98,7 +98,7 @@ def test_bad_value_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["workers = true", 'workers = "8"', "workers = 8.0", "metrics = 1", "workers = [1]", 'route_profile = " "']
+    "line", ["workers = true", 'workers = "8"', "workers = 8.0", "metrics = 1", "workers = [1]", 'fingerprint_key = ""']
 )
 def test_types_in_the_file_are_strict(tmp_path: Path, line: str) -> None:
     assert ":1: " in message(config(tmp_path, line))

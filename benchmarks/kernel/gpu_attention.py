@@ -27,15 +27,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_case_run import CaseRun, described
 from benchmarks.kernel.gpu_cases import select
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
+from benchmarks.kernel.timing import Timer, copy_bandwidth
 from benchmarks.provenance import git_commit, versions_of
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
-from sgl_prefix_attn.calibration.kernels.timing import Timer, copy_bandwidth
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy")
@@ -44,8 +43,7 @@ Makers = dict[str, Callable[[torch.device], Baseline]]
 
 def makers(overrides: dict[str, Any]) -> Makers:
     """Every baseline by name; making one raises what its import raises."""
-    from benchmarks.kernel import gpu_flashinfer, gpu_sglang
-    from sgl_prefix_attn.calibration.kernels import packed, stock
+    from benchmarks.kernel import gpu_flashinfer, gpu_sglang, packed, stock
 
     return {
         OURS: lambda device: packed.PrefixPack(device, overrides),
@@ -194,8 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     timer = Timer(device)
     baselines, absent = make_baselines(args.baselines, dict(args.device_model), device, kv_dtype)
     header = {
-        "machine": machine_facts(device, timer), "commit": args.commit, "kernels_version": KERNELS_VERSION,
-        "head_dim": HEAD_DIM,
+        "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
         "kv_dtype": args.kv_dtype, "absent": absent,
         "left_out": [case.key for case in too_large], "device_model": dict(args.device_model),
     }  # fmt: skip

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import KV_DTYPES, Fixture, KvPool, relative_error
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS
+from benchmarks.kernel.timing import Timer
 from benchmarks.simulator import figures_of, makespan
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture, KvPool, relative_error
-from sgl_prefix_attn.calibration.kernels.timing import Timer
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.workloads.case import Case

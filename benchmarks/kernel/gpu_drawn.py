@@ -24,16 +24,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_attention import machine_facts, make_baselines, override
 from benchmarks.kernel.gpu_case_run import CaseRun
 from benchmarks.kernel.gpu_drawn_report import drawn_lines, drawn_summary, row_line
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS, Results
+from benchmarks.kernel.timing import Effort, Timer
 from benchmarks.provenance import git_commit
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
-from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads import ALL_FAMILIES, Case, draw_set
 from sgl_prefix_attn.workloads.draw import USUAL_SET
 
@@ -152,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.jit:
         absent["flashinfer, other types and head sizes than bf16 and 128"] = "compiled at first use: --jit"
     header = {
-        "machine": machine_facts(device, timer), "commit": args.commit, "kernels_version": KERNELS_VERSION,
+        "machine": machine_facts(device, timer), "commit": args.commit,
         "set": args.set, "seed": seed, "families": args.families, "cases": args.cases, "absent": absent,
         "device_model": dict(args.device_model),
     }  # fmt: skip

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import Fixture
 from benchmarks.kernel.gpu_flatten import Cuts, Level, candidates, levels_of
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import Fixture
-from sgl_prefix_attn.calibration.kernels.stock import BF16, host_ints, paged, workspace
+from benchmarks.kernel.stock import BF16, host_ints, paged, workspace
 
 MOST_CUTS = 4
 TENSOR_CORE_GROUP = 4  # SGLang's rule for decoding with tensor cores

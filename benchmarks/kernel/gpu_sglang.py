@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import Fixture
 from benchmarks.kernel.gpu_flashinfer import RANK_BANDWIDTH
 from benchmarks.kernel.gpu_flatten import Cuts, candidates, levels_of
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import Fixture
-from sgl_prefix_attn.calibration.kernels.stock import FA3_KV_DTYPES, Fa3Call
+from benchmarks.kernel.stock import FA3_KV_DTYPES, Fa3Call
 
 
 class Fa3TwoPass(Baseline):

@@ -4,7 +4,7 @@
     python -m benchmarks.kernel.mixed_steps --cases 90 --out build/mixed_steps.json --resume
     python -m benchmarks.kernel.mixed_steps --cases 90 --ways prefixpack fa3 flashinfer_pod --out build/pod.json
     python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
-    python -m sgl_prefix_attn abtest steps build/verify_4.json cost conservative
+    python -m sgl_prefix_attn abtest steps build/verify_4.json auto conservative
 
 Cases are drawn by `mixed_cases`: as the papers on POD and PackInfer do, with --wide over more lengths and heads, with
 --verify N as verify steps; `abtest steps` judges the rule that routes those. Baselines:
@@ -28,25 +28,24 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.kernel.fixture import Fixture, KvPool, pool_elements, relative_error, rows
 from benchmarks.kernel.gpu_report import OURS
 from benchmarks.kernel.mixed_cases import RowsCase, draw_mixed, draw_verify, draw_wide
+from benchmarks.kernel.timing import Effort, Timer, copy_bandwidth
 from benchmarks.provenance import git_commit
 from benchmarks.simulator import figures_of, makespan
-from sgl_prefix_attn.calibration.bench import now
-from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
-from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer, copy_bandwidth
 from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
@@ -216,11 +215,12 @@ def described(step: RowsCase) -> dict[str, Any]:
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """The facts of other results files, so that a profile can be fitted to this one."""
+    """The facts of other results files."""
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
     sm_count = properties.multi_processor_count
-    return {"gpu": properties.name, "capability": capability, "sm_count": sm_count, "date": now()}
+    date = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    return {"gpu": properties.name, "capability": capability, "sm_count": sm_count, "date": date}
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     pool = KvPool(pool_elements(step.case for step in steps), device)
     header = {
         "machine": machine_of(device) | {"copy_bandwidth": bandwidth}, "commit": args.commit,
-        "kernels_version": KERNELS_VERSION, "seed": args.seed, "verify": args.verify, "wide": args.wide,
+        "seed": args.seed, "verify": args.verify, "wide": args.wide,
     }  # fmt: skip
     with torch.inference_mode():
         for step in steps:

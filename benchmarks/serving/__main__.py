@@ -5,7 +5,7 @@
 
 An A/B test of two settings of prefixpack is written as if these were backends:
 
-    --backends prefixpack[route=packed],prefixpack[route=auto,route_margin=5],flashinfer
+    --backends prefixpack[route=packed],prefixpack[route=batch>=64],flashinfer
 
 Every backend gets a server of its own, that is stopped again whatever happens; its log is kept. Requests are token
 ids, streamed, greedy and of fixed length. Reported are time to first token, time per output token (of each sequence

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.serving.measure import Agreement, Run
 from benchmarks.serving.ranks import Ranks
-from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.abtest.judge import table_lines
 
 
 @dataclasses.dataclass(frozen=True)

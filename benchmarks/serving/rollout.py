@@ -47,7 +47,7 @@ from benchmarks.serving.drawn import WORKLOADS, Rollout, drawn_requests
 from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
 from benchmarks.serving.rollout_run import measure
 from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT
-from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.abtest.judge import table_lines
 from sgl_prefix_attn.demo.client import RequestError
 from sgl_prefix_attn.demo.server import ServerError, ServerOptions, serve
 from sgl_prefix_attn.demo.workload import Request, Vocabulary

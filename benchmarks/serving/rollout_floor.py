@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.serving.drawn import Rollout, rollout_requests
-from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.abtest.judge import table_lines
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 BANDWIDTH = 4.28e12

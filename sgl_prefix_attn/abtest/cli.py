@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,23 @@ from pydantic import ValidationError
 
 from sgl_prefix_attn.abtest import live, servers
 from sgl_prefix_attn.abtest.client import Client
-from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
-from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.abtest.judge import Outcome, Verdict, judge, outcomes, table_lines
 from sgl_prefix_attn.core.files import check_writable, write_whole
-from sgl_prefix_attn.route_cli import run as run
+from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
 
 _EXAMPLES = """examples:
-  %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
+  %(prog)s steps benchmarks/results/gpu_drawn.json auto 'batch>=64' 'saved>=8' --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
-  %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab.json
+  %(prog)s live http://127.0.0.1:30000 'batch>=64' auto --out ab.json
       both policies in turn on a running server, under the traffic that it has
   %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab.json
-      the same requests to two servers, for example with PREFIXPACK_ROUTE=cost and =stock
+      the same requests to two servers, for example with PREFIXPACK_ROUTE=auto and =stock
 """
 
 
-_HEADER = (
-    "policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock", "gain", "behind"
-)  # fmt: skip
+_HEADER = ("policy", "steps", "packed", "mean regret", "regret", "behind", "worst against stock", "gain", "oracle")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,25 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_servers(commands)
 
 
+def run(args: argparse.Namespace) -> int:
+    try:
+        args.act(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def _add_steps(commands: Any) -> None:
     parser = commands.add_parser("steps", help="policies over measured steps")
     parser.add_argument(
-        "results",
-        metavar="STEPS.json",
-        help="written by python -m benchmarks.kernel.gpu_attention",
-    )
-    parser.add_argument(
-        "policies",
-        nargs="+",
-        metavar="POLICY",
-        help="packed or stock for every step; conservative: the rule without a profile; batch>=N or reuse>=X: packed "
-        "from N requests on, or if a KV token is read X times on average; PROFILE[@MARGIN]: a profile's file, or "
-        "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
-        "by a profile fitted on all others",
-    )
+        "words", nargs="+", metavar="STEPS.json | POLICY",
+        help="files of python -m benchmarks.kernel.gpu_drawn; policies as the setting route takes them (default auto, "
+        "which is the rule of the files' GPU, packed and stock)",
+    )  # fmt: skip
     parser.add_argument("--families", action="store_true", help="a row for each family as well")
-    parser.add_argument("--packed", metavar="KERNELS", help="native (default), triton or cpu")
-    parser.add_argument("--stock", nargs="+", choices=BACKENDS, help="the stock backends (default fa3)")
+    parser.add_argument("--packed", default="native", choices=("native", "triton"), help="kernels (default native)")
+    parser.add_argument("--stock", nargs="+", default=["fa3"], choices=BACKENDS, help="backends (default fa3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=_steps)
 
@@ -165,31 +163,28 @@ def _problems(error: ValidationError) -> str:
 
 
 def _steps(args: argparse.Namespace) -> None:
-    results = read_results(args.results)
-    packed, stocks = args.packed or "native", args.stock or ["fa3"]
+    policies = [policy_names.parse(word) for word in args.words if not word.endswith(".json")]
+    policies = policies or [policy_names.parse(name) for name in ("auto", "packed", "stock")]
+    files = [read_results(word) for word in args.words if word.endswith(".json")]
     found: list[tuple[str, str, Verdict]] = []
-    notes: dict[str, None] = {}
-    for stock in stocks:
-        for text in args.policies:
-            chosen = candidate(text, packed, stock, results)
-            notes.update(dict.fromkeys(chosen.notes))
-            steps = outcomes(results.cases, chosen, packed, stock)
-            found.append((stock, text, judge(steps)))
+    for stock in args.stock:
+        for policy in policies:
+            steps = [step for results in files for step in outcomes(results, policy, args.packed, stock)]
+            found.append((stock, str(policy), judge(steps)))
             if args.families:
                 found += [(stock, f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
     if args.json:
         rows = [{"stock": stock, "name": name.strip(), **asdict(verdict)} for stock, name, verdict in found]
-        content = {"results": results.source, "commit": results.commit, "notes": list(notes), "rows": rows}
-        print(json.dumps(content, indent=1))
+        print(json.dumps({"results": [results.source for results in files], "rows": rows}, indent=1))
         return
-    for backend in stocks:
-        print(f"{results.machine}, commit {results.commit}: packed {packed} or stock {backend}, one layer, cold L2")
+    for results in files:
+        print(f"{results.source}: {results.machine}, commit {results.commit}")
+    for backend in args.stock:
+        print(f"packed {args.packed} or stock {backend}, one layer, cold L2")
         print("\n".join(table_lines([_HEADER, *(_row(name, of) for stock, name, of in found if stock == backend)])))
-    for note in notes:
-        print(note)
     print(
-        "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
-        "step; gain: over stock, geometric mean; behind: steps behind stock by more than 2 %"
+        "mean regret: time lost against an oracle, mean of the steps; regret: of the total time; behind: steps behind "
+        "stock by more than 3 % and 1 us; gain, oracle: over stock, geometric mean"
     )
 
 
@@ -198,13 +193,12 @@ def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
         name,
         str(verdict.steps),
         str(verdict.packed),
-        str(verdict.wrong),
-        f"{verdict.regret:+.2%}",
-        f"{verdict.mean_regret:+.2%}",
-        f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
-        f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
-        f"{verdict.gain:.3f}",
+        f"{verdict.mean_regret:.2%}",
+        f"{verdict.regret:.2%}",
         str(verdict.behind),
+        f"{verdict.worst[0]:+.1%} {verdict.worst[1]}",
+        f"{verdict.gain:.3f}",
+        f"{verdict.oracle:.3f}",
     )
 
 

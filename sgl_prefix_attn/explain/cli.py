@@ -13,8 +13,6 @@ from sgl_prefix_attn.explain.devices import DEVICE_NAMES, STOCK_BACKENDS, machin
 from sgl_prefix_attn.explain.report import Explanation, explain
 from sgl_prefix_attn.explain.server import ServerState, read_prompts, read_states
 from sgl_prefix_attn.explain.text import render, render_state
-from sgl_prefix_attn.routing.profile import ProfileError
-from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
   %(prog)s --tree 1,10/4096,416 --heads 32/8 --device h200
@@ -31,7 +29,7 @@ _EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what the planner makes of a batch: the forest of shared prefixes, the work items, KV tokens read packed, "
-        "per request and at the limit, and the predicted gain over a stock backend."
+        "per request and at the limit, and whether a step runs packed or on the stock backend."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -62,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--head-dim", type=int, metavar="N", help="default 128")
     device.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
     device.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
-    device.add_argument(
-        "--stock", choices=STOCK_BACKENDS, help="the gain is over this stock backend (default fa3, or the server's)"
-    )
+    device.add_argument("--stock", choices=STOCK_BACKENDS, help="the other route (default fa3, or the server's)")
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -79,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             _run_server(args.server[0], args)
         else:
             shape = model_shape(args)
-            explanation = explain(_batch(args), shape, machine(args, shape), _profiles())
+            explanation = explain(_batch(args), shape, machine(args, shape))
             _print(explanation.to_json() if args.json else render(explanation))
     except InputError as error:
         print(f"explain: {error}", file=sys.stderr)
@@ -129,8 +125,7 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
         if args.rank not in states:
             raise InputError(f"--rank {args.rank}: {url} reports ranks 0 to {len(states) - 1}")
         states = {args.rank: states[args.rank]}
-    store = _profiles()
-    explained = {rank: _explain_state(state, f"{url} rank {rank}", args, store) for rank, state in states.items()}
+    explained = {rank: _explain_state(state, f"{url} rank {rank}", args) for rank, state in states.items()}
     if args.json:
         _print(
             {
@@ -149,32 +144,13 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
             _print(f"{url} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
 
 
-def _profiles() -> ProfileStore:
-    """The profiles of this machine. Unreadable ones are told."""
-    store = ProfileStore.read()
-    for message in store.unreadable:
-        print(f"explain: {message}", file=sys.stderr)
-    return store
-
-
-def _explain_state(state: ServerState, title: str, args: argparse.Namespace, store: ProfileStore) -> Explanation | None:
+def _explain_state(state: ServerState, title: str, args: argparse.Namespace) -> Explanation | None:
     batch = state.described_batch(title)
     if batch is None:
         return None
     shape = model_shape(args, state.shape)
-    facts = None if state.route is None else state.route.facts
-    machine = machine_of_server(args, shape, state.device, facts, state.stock_backend)
-    named = None if state.route is None else state.route.named_profile
-    return explain(batch, shape, machine, store if named is None else _with_profile(named, store))
-
-
-def _with_profile(path: str, store: ProfileStore) -> ProfileStore:
-    """The profiles with the one that the server's setting names, if this machine has it."""
-    try:
-        return ProfileStore.read(path)
-    except ProfileError as error:
-        print(f"explain: the server predicts by {path}, which is not used here: {error}", file=sys.stderr)
-        return store
+    kernels = None if state.route is None else state.route.kernels
+    return explain(batch, shape, machine_of_server(args, shape, state.device, kernels, state.stock_backend))
 
 
 def _json(explanation: Explanation | None) -> dict[str, Any] | None:

@@ -12,10 +12,9 @@ from sgl_prefix_attn.core.gpu import Gpu, planner_model
 from sgl_prefix_attn.core.limits import TESTED_CODE
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError, first_problem
-from sgl_prefix_attn.explain.prediction import Machine
+from sgl_prefix_attn.explain.route import Machine
 from sgl_prefix_attn.gpus import known_gpus
-from sgl_prefix_attn.routing.measured import stock_kernel
-from sgl_prefix_attn.routing.profile_store import ServerFacts
+from sgl_prefix_attn.routing.rule import KernelPair
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
@@ -62,21 +61,19 @@ def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = ST
         InputError: an unusable option.
     """
     if args.device in (None, "cpu"):
-        return Machine(DeviceModel.cpu(), ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
+        return Machine(DeviceModel.cpu(), KernelPair("cpu", "", "cpu", args.stock or "torch_native"))
     gpu = Gpu.of_file(_GPUS[args.device])
     code = 10 * gpu.capability[0] + gpu.capability[1]
     packed = "native" if code in TESTED_CODE else "triton"
-    dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
-    stock = stock_kernel(args.stock or stock_backend, shape)
-    facts = ServerFacts(gpu.name, ".".join(map(str, gpu.capability)), shape, dtype, packed, stock)
-    return Machine(planner_model(gpu, shape, code if packed == "native" else None), facts)
+    kernels = KernelPair(gpu.name, ".".join(map(str, gpu.capability)), packed, args.stock or stock_backend)
+    return Machine(planner_model(gpu, shape, code if packed == "native" else None), kernels, gpu.memory)
 
 
 def machine_of_server(
     args: argparse.Namespace,
     shape: ModelShape,
     reported: dict[str, Any] | None,
-    facts: dict[str, str | int] | None,
+    kernels: dict[str, str] | None,
     stock_backend: str,
 ) -> Machine:
     """A server's machine; options replace what it reports.
@@ -84,7 +81,7 @@ def machine_of_server(
     Args:
         shape: of the model, options included.
         reported: fields of DeviceModel; None: not told.
-        facts: fields of ServerFacts without the shape; None: not told.
+        kernels: fields of KernelPair; None: not told.
         stock_backend: the server's.
 
     Raises:
@@ -94,12 +91,12 @@ def machine_of_server(
         known = stock_backend in STOCK_BACKENDS
         return machine(args, shape, stock_backend if known else STOCK_BACKENDS[0])
     model = _reported(DeviceModel, "device", reported)
-    if facts is None:
-        return Machine(model, "the server does not name its GPU")
-    told = _reported(ServerFacts, "route.facts", {**facts, "shape": shape})
-    if args.stock is not None or args.heads is not None or args.kv_dtype is not None:
-        told = dataclasses.replace(told, stock=stock_kernel(args.stock or stock_backend, shape))
-    return Machine(model, told)
+    if kernels is None:
+        return Machine(model, "the server does not name its kernels")
+    told = _reported(KernelPair, "route.kernels", kernels)
+    if args.stock is not None:
+        told = dataclasses.replace(told, stock=args.stock)
+    return Machine(model, told, next((gpu.bandwidth for gpu in _GPUS.values() if gpu.name == told.gpu), 0.0))
 
 
 def _reported(kind: type, name: str, fields: dict[str, Any]) -> Any:

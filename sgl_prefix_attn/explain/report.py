@@ -22,8 +22,8 @@ from sgl_prefix_attn.core.planner import (
     Planner,
 )
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError
-from sgl_prefix_attn.explain.prediction import Gain, Machine, predicted_gain
-from sgl_prefix_attn.routing.profile_store import ProfileStore
+from sgl_prefix_attn.explain.route import Machine, StepRoute, route_of
+from sgl_prefix_attn.routing.features import token_bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Explanation:
     """A batch, its forest and its plan.
 
     Attributes:
-        gain: over the stock backend; a text says why there is no prediction.
+        route: of the step; a text says why there is none.
         plan_seconds: host time of the plan.
     """
 
@@ -58,7 +58,7 @@ class Explanation:
     forest: PrefixForest
     plan: Plan
     item_classes: list[ItemClass]
-    gain: Gain | str
+    route: StepRoute | str
     plan_seconds: float
 
     @property
@@ -69,7 +69,13 @@ class Explanation:
     @property
     def token_bytes(self) -> int:
         """Bytes of one KV position in one layer: K and V of every KV head."""
-        return 2 * self.shape.kv_heads * self.shape.head_dim * self.shape.kv_bytes
+        return token_bytes(self.shape)
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """Seconds in which the memory's bandwidth moves the distinct KV of a layer; None: it is not known."""
+        bandwidth = self.machine.bandwidth
+        return self.plan.kv_tokens_unique * self.token_bytes / bandwidth if bandwidth else None
 
     @property
     def partial_bytes(self) -> int:
@@ -117,16 +123,14 @@ class Explanation:
                 "limit": plan.kv_tokens_unique * self.token_bytes,
             },
             "partial_bytes": self.partial_bytes,
-            "gain": {"none": self.gain} if isinstance(self.gain, str) else self.gain.to_json(),
+            "floor_seconds": self.floor_seconds,
+            "route": {"none": self.route} if isinstance(self.route, str) else self.route.to_json(),
             "plan_seconds": self.plan_seconds,
         }
 
 
-def explain(batch: BatchDescription, shape: ModelShape, machine: Machine, store: ProfileStore) -> Explanation:
+def explain(batch: BatchDescription, shape: ModelShape, machine: Machine) -> Explanation:
     """Plans the batch as a server would.
-
-    Args:
-        store: profiles to predict the gain by.
 
     Raises:
         InputError: the batch's paths are not a forest, or the shape has no plan; the message names the batch.
@@ -150,7 +154,7 @@ def explain(batch: BatchDescription, shape: ModelShape, machine: Machine, store:
         forest=forest,
         plan=plan,
         item_classes=item_classes(plan, batch.seq_lens, shape.q_heads // shape.kv_heads),
-        gain=predicted_gain(forest, batch.seq_lens, batch.is_decode, machine, store),
+        route=route_of(forest, batch.seq_lens, batch.is_decode, machine, shape),
         plan_seconds=seconds,
     )
 

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
 from sgl_prefix_attn.explain.spread import RunningPrompts
-from sgl_prefix_attn.routing.profile_store import SETTING
 
 STATE_KEY = "prefixpack"
 STATE_VERSION = 1
@@ -55,11 +54,12 @@ class Counters(BaseModel):
 
 
 class Decision(BaseModel):
-    """A decision of the router, and the predicted times of one layer in microseconds; None: no prediction."""
+    """A decision of the router: KV of a layer that sharing saves, and that all requests have, in 2^20 bytes."""
 
     route: str
-    packed_us: float | None = None
-    stock_us: float | None = None
+    saved_mib: float = 0.0
+    kv_mib: float = 0.0
+    requests: int = 0
 
 
 class LiveTest(BaseModel):
@@ -89,32 +89,19 @@ class RouteState(BaseModel):
     Attributes:
         setting: the setting `route`.
         policy: what decides.
-        profile: machine and commit of the profile; None: no policy predicts, or no profile fits.
-        profile_from: origin and name of the profile.
-        borrowed: what of the server the profile was not measured with.
-        margin: in percent.
+        rule: when a step runs packed, in words; None: always, or by the policy alone.
         last: the last decision.
-        facts: what a profile has to fit, without the head shape; None: an older server, or no step has run.
+        kernels: fields of `routing.rule.KernelPair`; None: an older server, or no step has run.
     """
 
     model_config = ConfigDict(extra="ignore")
 
     setting: str
     policy: str
-    profile: str | None = None
-    profile_from: str | None = None
-    borrowed: str | None = None
-    margin: int | None = None
+    rule: str | None = None
     last: Decision | None = None
     live: LiveTest | None = None
-    facts: dict[str, str | int] | None = None
-
-    @property
-    def named_profile(self) -> str | None:
-        """The file of the setting route_profile, on the server's machine; None: the setting is not in use."""
-        origin = f"{SETTING} profile "
-        named = self.profile_from is not None and self.profile_from.startswith(origin)
-        return str(self.profile_from).removeprefix(origin) if named else None
+    kernels: dict[str, str] | None = None
 
 
 class ServerState(BaseModel):

@@ -21,7 +21,7 @@ def render(explanation: Explanation) -> str:
         ["", _forest_summary(explanation), *_forest_lines(explanation)],
         ["", *_item_lines(explanation)],
         ["", *_read_lines(explanation)],
-        ["", *_gain_lines(explanation)],
+        ["", *_route_lines(explanation)],
     ]
     return "\n".join(line for part in parts for line in part)
 
@@ -57,10 +57,9 @@ def render_state(state: ServerState) -> str:
 
 def _route_rows(route: RouteState) -> list[tuple[str, str]]:
     policy = route.policy if route.policy == route.setting else f"{route.setting}, decided by {route.policy}"
-    profile = "none" if route.profile is None else f"{route.profile_from}: {route.profile}, margin {route.margin} %"
-    rows = [("route", policy), ("profile", profile)]
-    if route.borrowed:
-        rows.append(("borrowed", f"the profile was measured with {route.borrowed}"))
+    rows = [("route", policy)]
+    if route.rule is not None:
+        rows.append(("rule", f"packed if {route.rule}"))
     rows.append(("last decision", _decision(route.last)))
     return rows if route.live is None else rows + _live_rows(route.live)
 
@@ -77,9 +76,8 @@ def _live_rows(live: LiveTest) -> list[tuple[str, str]]:
 def _decision(decision: Decision | None) -> str:
     if decision is None:
         return "none"
-    if decision.packed_us is None or decision.stock_us is None:
-        return f"{decision.route}, without predicted times"
-    return f"{decision.route}, predicted {decision.packed_us:,.1f} us packed, {decision.stock_us:,.1f} us stock"
+    saving = f"sharing saves {decision.saved_mib:,.1f} of {decision.kv_mib:,.1f} MiB of KV a layer"
+    return f"{decision.route}, {decision.requests:,} requests, {saving}"
 
 
 def _header(explanation: Explanation) -> list[str]:
@@ -193,19 +191,22 @@ def _read_lines(explanation: Explanation) -> list[str]:
     return _table(rows)
 
 
-def _gain_lines(explanation: Explanation) -> list[str]:
-    """The predicted times of a layer and the gain; without a prediction why there is none."""
-    gain = explanation.gain
-    if isinstance(gain, str):
-        return [f"Gain over the stock backend: not predicted, {gain}"]
-    lines = [
-        f"Predicted gain over stock {gain.stock}: {gain.ratio:.2f}x, {gain.packed_us:,.1f} us packed, "
-        f"{gain.stock_us:,.1f} us stock, by the {gain.profile}",
-        f"  a decode step runs {gain.route} under the policy cost",
+def _route_lines(explanation: Explanation) -> list[str]:
+    """The floor and the route of the step; without a route why there is none."""
+    lines, floor, step = [], explanation.floor_seconds, explanation.route
+    if floor is not None:
+        speed = f"{explanation.machine.bandwidth / 1e12:.2f} TB/s"
+        lines.append(f"Floor of a layer: {_duration(floor)}, the limit at the data sheet's {speed}")
+    if isinstance(step, str):
+        return [*lines, f"Route: none, {step}"]
+    saving = f"sharing saves {step.saved_mib:,.1f} of {step.kv_mib:,.1f} MiB of KV a layer"
+    if step.rule is None:
+        return [*lines, f"Route: {step.route}, as every step of these kernels; {saving}"]
+    return [
+        *lines,
+        f"Route over stock {step.stock}: {step.route}; {saving}",
+        f"  packed if {step.rule}",
     ]
-    if gain.borrowed:
-        lines.append(f"  the profile was measured with {gain.borrowed}")
-    return lines
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,7 +1,6 @@
 """GPUs, a TOML file each: who they are, their data sheet, and what was fitted or measured on them.
 
-The file's name is the GPU's name in commands. Its routing profiles are the JSON files beside it. A comment in the file
-says where each figure is from.
+The file's name is the GPU's name in commands. A comment in the file says where each figure is from.
 """
 
 from __future__ import annotations
@@ -111,19 +110,5 @@ def known_gpu(name: str) -> KnownGpu:
 @functools.cache
 def known_gpus() -> Mapping[str, KnownGpu]:
     """All GPUs that have a file, by the file's name."""
-    return {name.removesuffix(".toml"): known_gpu(name.removesuffix(".toml")) for name in _files(".toml")}
-
-
-@functools.cache
-def profile_files() -> tuple[str, ...]:
-    """Names of the routing profiles."""
-    return tuple(_files(".json"))
-
-
-def read_profile(name: str) -> str:
-    """The text of a routing profile, one of `profile_files`."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _files(suffix: str) -> list[str]:
-    return sorted(file.name for file in resources.files(__package__).iterdir() if file.name.endswith(suffix))
+    files = sorted(file.name for file in resources.files(__package__).iterdir() if file.name.endswith(".toml"))
+    return {name: known_gpu(name) for name in (file.removesuffix(".toml") for file in files)}

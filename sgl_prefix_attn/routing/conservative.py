@@ -1,8 +1,7 @@
-"""The rule for a GPU without a routing profile: packed only where the gain was large on an H200.
+"""The rule for GPUs and kernels that were not measured: packed only where the gain was large on an H200.
 
-No other GPU was measured. The Triton kernels gain less than the native ones, so theirs are tighter.
-`python -m sgl_prefix_attn abtest steps RESULTS.json conservative` shows what they cost. Tensor-parallel ranks have the
-same steps and shapes, so they decide alike.
+The Triton kernels gain less than the native ones, so their bounds are tighter. Tensor-parallel ranks have the same
+steps and shapes, so they decide alike.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.policy import Decision, Route
+from sgl_prefix_attn.routing.policy import Route
 
 LEAST_REQUESTS = 64
 LEAST_KV_HEADS = 4
@@ -57,11 +56,14 @@ def packs(step: StepFeatures, shape: ModelShape, kernels: str) -> bool:
 
 @dataclass(frozen=True)
 class ConservativePolicy:
-    """`packs` as a routing policy. Its decisions have no predicted times."""
+    """`packs` as a routing policy."""
 
     shape: ModelShape
     kernels: str
 
-    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
-        """The route of a step; `before`, the route of the last one, has no influence."""
-        return Decision(Route.PACKED if packs(step, self.shape, self.kernels) else Route.STOCK)
+    def decide(self, step: StepFeatures) -> Route:
+        """The route of a step."""
+        return Route.PACKED if packs(step, self.shape, self.kernels) else Route.STOCK
+
+    def __str__(self) -> str:
+        return rule(self.kernels)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.planner import ModelShape
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -18,64 +21,37 @@ class ForestFacts:
 
     Attributes:
         requests: number of requests.
-        nodes: number of shared ranges.
         links: pairs of a shared range and a request below it; each is one partial result.
-        shared_tokens: tokens of the shared ranges, each counted once.
-        linked_tokens: tokens of the shared ranges, each counted once per request below.
-        longest_shared: tokens of the longest shared range.
-        tail_begin: int64 [requests], first position of each request's own tokens.
+        saved_tokens: tokens of the shared ranges, for each request below but the first.
     """
 
     requests: int
-    nodes: int
     links: int
-    shared_tokens: int
-    linked_tokens: int
-    longest_shared: int
-    tail_begin: Int64Array
+    saved_tokens: int
 
     @classmethod
     def of(cls, forest: PrefixForest) -> ForestFacts:
-        tail_begin = forest.tail_begin.astype(np.int64)
-        nodes = forest.num_nodes
-        if not nodes:
-            return cls(forest.num_requests, 0, 0, 0, 0, 0, tail_begin)
         tokens = (forest.node_end - forest.node_begin).astype(np.int64)
-        links = forest.node_last - forest.node_first
-        return cls(
-            forest.num_requests,
-            nodes,
-            int(links.sum()),
-            int(tokens.sum()),
-            int(tokens @ links),
-            int(tokens.max()),
-            tail_begin,
-        )
+        links = (forest.node_last - forest.node_first).astype(np.int64)
+        return cls(forest.num_requests, int(links.sum()), int(tokens @ (links - 1)))
 
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """The features of a decode or verify step that its cost depends on.
+    """The features of a decode or verify step that its route depends on.
 
     Attributes:
         requests: number of requests.
         tokens: KV tokens of all requests, shared ones counted once per request.
         unique_tokens: distinct KV tokens.
-        linked_tokens: tokens in shared ranges, counted once per request.
-        nodes, links: see `ForestFacts`.
-        longest_range: tokens of the longest shared range or tail.
-        longest_request: tokens of the longest request.
+        links: see `ForestFacts`.
         rows: query rows of each request: 1, or the drafts of a verify step.
     """
 
     requests: int
     tokens: int
     unique_tokens: int
-    linked_tokens: int
-    nodes: int
     links: int
-    longest_range: int
-    longest_request: int
     rows: int = 1
 
     @classmethod
@@ -92,14 +68,14 @@ class StepFeatures:
         if len(seq_lens) != facts.requests:
             raise ValueError(f"seq_lens has {len(seq_lens)} entries for a forest of {facts.requests} requests")
         tokens = int(seq_lens.sum())
-        return cls(
-            requests=facts.requests,
-            tokens=tokens,
-            unique_tokens=tokens - facts.linked_tokens + facts.shared_tokens,
-            linked_tokens=facts.linked_tokens,
-            nodes=facts.nodes,
-            links=facts.links,
-            longest_range=max(facts.longest_shared, int((seq_lens - facts.tail_begin).max(initial=0))),
-            longest_request=int(seq_lens.max(initial=0)),
-            rows=rows,
-        )
+        return cls(facts.requests, tokens, tokens - facts.saved_tokens, facts.links, rows)
+
+    @property
+    def saved_tokens(self) -> int:
+        """KV tokens that requests read one by one, and a packed step does not."""
+        return self.tokens - self.unique_tokens
+
+
+def token_bytes(shape: ModelShape) -> int:
+    """KV bytes of a token in one layer on one rank."""
+    return 2 * shape.kv_heads * shape.head_dim * shape.kv_bytes

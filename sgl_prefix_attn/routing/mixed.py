@@ -8,13 +8,13 @@ so they decide alike.
 from __future__ import annotations
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.features import MIB, StepFeatures, token_bytes
 
 # Pairs (see `packs`) for each KV token that sharing saves, with one query head for each KV head.
 MOST_PAIRS_PER_SAVED_TOKEN = 600
 # KV bytes of a layer that sharing has to save. The measured steps save 20 MB or more. By simulation, steps that save
 # less than 2 MB gain no more than their plan costs, or lose: docs/design-notes/simulator.md.
-LEAST_SAVED_BYTES = 2 << 20
+LEAST_SAVED_BYTES = 2 * MIB
 # In words, to stand after "if".
 RULE = "the model has head_dim 128 and 16-bit KV, and sharing saves much beside the arithmetic of the prefill"
 
@@ -32,7 +32,7 @@ def packs(step: StepFeatures, shape: ModelShape, pairs: int) -> bool:
         shape: of one rank.
         pairs: of a new token and a KV token that it attends to, over all requests, for one query head.
     """
-    saved = step.tokens - step.unique_tokens
-    if not was_measured(shape) or saved * shape.kv_heads * 2 * shape.head_dim * shape.kv_bytes < LEAST_SAVED_BYTES:
+    saved = step.saved_tokens
+    if not was_measured(shape) or saved * token_bytes(shape) < LEAST_SAVED_BYTES:
         return False
     return 0 < shape.group * pairs <= MOST_PAIRS_PER_SAVED_TOKEN * saved

@@ -2,14 +2,15 @@
 
 A policy is one condition, or several joined by `and`; a step runs packed if all of them hold:
 
-    cost          the profile predicts packed to be faster; without a profile for the GPU, the conservative rule
-    conservative  the rule for a GPU without a profile
+    auto          the rule of the two kernels holds (`rule.py`), or where none was measured the conservative one
+    conservative  the conservative rule holds
     batch>=N      at least N requests run
     reuse>=X      each distinct KV token is read X times on average, or more
+    saved>=MiB    sharing saves as many MiB of a layer's KV on a rank
     packed        always
     stock         never
 
-`auto` is `cost`.
+`cost` is `auto`, as releases with fitted costs called it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-ConditionKind = Literal["cost", "conservative", "batch", "reuse", "packed", "stock"]
-FORMS = "auto, cost, conservative, packed, stock, batch>=N, reuse>=X, or several of them joined by 'and'"
+ConditionKind = Literal["auto", "conservative", "batch", "reuse", "saved", "packed", "stock"]
+FORMS = "auto, conservative, packed, stock, batch>=N, reuse>=X, saved>=MiB, or several joined by 'and'"
 _WORDS: dict[str, ConditionKind] = {
-    "auto": "cost",
-    "cost": "cost",
+    "auto": "auto",
+    "cost": "auto",
     "conservative": "conservative",
     "packed": "packed",
     "stock": "stock",
 }
 _AND = re.compile(r"(?<!\S)and(?!\S)|&&?", re.IGNORECASE)  # spaces are stripped later: a search stays linear
-_THRESHOLD = re.compile(r"(batch|reuse)\s*>=\s*(\S+)", re.IGNORECASE)
+_THRESHOLD = re.compile(r"(batch|reuse|saved)\s*>=\s*(\S+)", re.IGNORECASE)
 MOST_CONDITIONS = 8
 MOST_CHARACTERS = 200
 
@@ -40,13 +41,13 @@ class PolicyNameError(ValueError):
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition. bound: of batch and reuse."""
+    """One condition. bound: of batch, reuse and saved."""
 
     kind: ConditionKind
     bound: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.kind}>={self.bound:g}" if self.kind in ("batch", "reuse") else self.kind
+        return f"{self.kind}>={self.bound:g}" if self.kind in ("batch", "reuse", "saved") else self.kind
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class PolicyName:
         return kind if kind in ("packed", "stock") else None
 
     @property
-    def predicts(self) -> bool:
-        """Whether a profile is needed."""
-        return any(condition.kind == "cost" for condition in self.conditions)
+    def automatic(self) -> bool:
+        """Whether `auto` is a condition."""
+        return any(condition.kind == "auto" for condition in self.conditions)
 
 
 def parse(text: str) -> PolicyName:
@@ -105,6 +106,10 @@ def _condition(part: str, text: str) -> Condition:
         if not (1 <= bound <= 1 << 20 and bound == int(bound)):
             raise PolicyNameError(f"{where}: the N of batch>=N has to be a whole number from 1 to {1 << 20}")
         return Condition("batch", bound)
+    if kind == "saved":
+        if not 0 < bound <= 1e6:
+            raise PolicyNameError(f"{where}: the MiB of saved>=MiB has to be a number above 0, up to 1000000")
+        return Condition("saved", bound)
     if not 1 <= bound <= 1e6:
         raise PolicyNameError(f"{where}: the X of reuse>=X has to be a number from 1 to 1000000")
     return Condition("reuse", bound)

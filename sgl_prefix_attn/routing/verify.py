@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.gpus import known_gpus
 from sgl_prefix_attn.routing import conservative
-from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.policy import Decision, Policy, Route
+from sgl_prefix_attn.routing.features import MIB, StepFeatures, token_bytes
+from sgl_prefix_attn.routing.policy import Policy, Route
 
-LEAST_SAVED_BYTES = 2 << 20  # KV bytes of a layer that sharing has to save
+LEAST_SAVED_BYTES = 2 * MIB  # KV bytes of a layer that sharing has to save
 FEW_ROWS = 64  # query rows of a request on one KV head; with fewer, packed is rarely behind
 MOST_ROWS = 128  # from here on fa3 fills its tile with the rows of one request
 # In between, requests and KV bytes saved for each byte of partial results.
@@ -24,8 +24,8 @@ LEAST_REQUESTS = 6
 LEAST_SAVED_PER_PARTIAL = 3
 # In words, to stand after "if".
 RULE = (
-    f"sharing saves {LEAST_SAVED_BYTES >> 20} MiB of KV a layer, and a request has fewer than {FEW_ROWS} query rows on "
-    f"a KV head; with up to {MOST_ROWS - 1} rows, if at least {LEAST_REQUESTS} requests run and sharing saves much "
+    f"sharing saves {LEAST_SAVED_BYTES // MIB} MiB of KV a layer, and a request has fewer than {FEW_ROWS} query rows "
+    f"on a KV head; with up to {MOST_ROWS - 1} rows, if at least {LEAST_REQUESTS} requests run and sharing saves much "
     "beside the partial results"
 )
 
@@ -37,7 +37,7 @@ def packs(step: StepFeatures, shape: ModelShape) -> bool:
         step: with the drafts of a request as its rows.
         shape: of one rank.
     """
-    saved = (step.tokens - step.unique_tokens) * shape.kv_heads * 2 * shape.head_dim * shape.kv_bytes
+    saved = step.saved_tokens * token_bytes(shape)
     rows = step.rows * shape.group
     if saved < LEAST_SAVED_BYTES or rows >= MOST_ROWS:
         return False
@@ -51,13 +51,16 @@ def packs(step: StepFeatures, shape: ModelShape) -> bool:
 
 @dataclass(frozen=True)
 class VerifyPolicy:
-    """`packs` as a routing policy. Its decisions have no predicted times."""
+    """`packs` as a routing policy."""
 
     shape: ModelShape
 
-    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
-        """The route of a step; `before`, the route of the last one, has no influence."""
-        return Decision(Route.PACKED if packs(step, self.shape) else Route.STOCK)
+    def decide(self, step: StepFeatures) -> Route:
+        """The route of a step."""
+        return Route.PACKED if packs(step, self.shape) else Route.STOCK
+
+    def __str__(self) -> str:
+        return RULE
 
 
 def was_measured(gpu: str, kernels: str, stock: str, shape: ModelShape) -> bool:
@@ -66,7 +69,7 @@ def was_measured(gpu: str, kernels: str, stock: str, shape: ModelShape) -> bool:
     Args:
         gpu: CUDA's name.
         kernels: the packed ones.
-        stock: the stock kernel.
+        stock: the stock backend.
         shape: of one rank.
     """
     measured = {known.name for known in known_gpus().values() if known.verify_steps}
@@ -83,8 +86,3 @@ def policy(gpu: str, kernels: str, stock: str, shape: ModelShape) -> Policy:
     """The rule of a server's verify steps: the conservative one where `was_measured` does not hold."""
     measured = was_measured(gpu, kernels, stock, shape)
     return VerifyPolicy(shape) if measured else conservative.ConservativePolicy(shape, kernels)
-
-
-def rule(found: Policy, kernels: str) -> str:
-    """A policy of `policy` in words, to stand after "if"."""
-    return RULE if isinstance(found, VerifyPolicy) else conservative.rule(kernels)

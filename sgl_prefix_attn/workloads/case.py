@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -81,21 +81,8 @@ class Case:
         size = KV_BYTES[self.kv_dtype] if element_size is None else element_size
         return 2 * self.unique_tokens * self.heads[1] * self.head_dim * size
 
-    def with_pages(self, page_size: int) -> Case:
-        """The case with shared ranges of whole pages, as a prefix cache with this page size shares them."""
-
-        def whole(path: tuple[Segment, ...]) -> tuple[Segment, ...]:
-            cut = ((node, begin // page_size * page_size, end // page_size * page_size) for node, begin, end in path)
-            return tuple(segment for segment in cut if segment[1] < segment[2])
-
-        return self if page_size == 1 else replace(self, paths=tuple(map(whole, self.paths)))
-
-    def table(self, page_size: int = 1) -> Int32Array:
-        """int32 [requests, longest]: slot of each position if slots were handed out in order; 0 beyond the end.
-
-        Args:
-            page_size: tails begin at a page; that of shared ranges has to be theirs, see `with_pages`.
-        """
+    def table(self) -> Int32Array:
+        """int32 [requests, longest]: slot of each position if slots were handed out in order; 0 beyond the end."""
         table = np.zeros((len(self.paths), max(self.seq_lens)), dtype=np.int32)
         slots_of_node: dict[int, Int32Array] = {}
         taken = 0
@@ -107,14 +94,8 @@ class Case:
                 table[request, begin:end] = slots_of_node[node]
             begin = path[-1][2] if path else 0
             table[request, begin:length] = np.arange(taken, taken + length - begin, dtype=np.int32)
-            taken += -(-(length - begin) // page_size) * page_size
+            taken += length - begin
         return table
-
-    def slots(self, page_size: int = 1) -> int:
-        """KV slots that `table` hands out."""
-        begins = self.tail_begin
-        tails = -(-(self.lengths - begins) // page_size) * page_size
-        return self.unique_tokens - int((self.lengths - begins).sum()) + int(tails.sum())
 
 
 def unique_tokens(paths: Iterable[Sequence[Segment]], seq_lens: Iterable[int]) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.workloads.case import HEAD_DIM, KV_BYTES, Case, Heads, Path, make_case, unique_tokens
 from sgl_prefix_attn.workloads.committed import catalogue
 from sgl_prefix_attn.workloads.families import FAMILIES, MOST_REQUESTS
@@ -125,25 +124,3 @@ def draw_set(seed: int, count: int = USUAL_SET, families: Sequence[str] = ALL_FA
             name = f"{family}/{seed}.{index:03}"
             cases.append(draw([seed, index, 1], family, heads, head_dim, kv_dtype, name=name))
     return cases
-
-
-def case_of_name(name: str, shape: ModelShape) -> Case:
-    """The case that a results file has under this name.
-
-    Args:
-        name: of a case of `draw_set`, `family/seed.index`, or of the catalogue.
-
-    Raises:
-        ValueError: no such case.
-    """
-    heads = (shape.q_heads, shape.kv_heads)
-    kv_dtype = next(dtype for dtype, size in KV_BYTES.items() if size == shape.kv_bytes)
-    family, _, drawn = name.partition("/")
-    seed, _, index = drawn.partition(".")
-    if family in ALL_FAMILIES and seed.isdigit() and index.isdigit():
-        return draw([int(seed), int(index), 1], family, heads, shape.head_dim, kv_dtype, name=name)
-    for known, _, build in catalogue():
-        if known == name:
-            paths, seq_lens = build()
-            return make_case(name, heads, paths, seq_lens, head_dim=shape.head_dim, kv_dtype=kv_dtype)
-    raise ValueError(f"no case is named {name!r}")

@@ -41,7 +41,7 @@ def simulate(steps: Steps, seed: int, b_over_a: float, pairs: int | None = None)
     """
     rng = np.random.default_rng(seed)
     fields = {} if pairs is None else {"pairs": pairs}
-    plan = LivePlan.model_validate({"arms": ("cost", "packed"), "seed": int(rng.integers(1 << 31)), **fields})
+    plan = LivePlan.model_validate({"arms": ("auto", "packed"), "seed": int(rng.integers(1 << 31)), **fields})
     if plan.steps > len(steps.us):
         raise ValueError(f"{len(steps.us)} recorded steps for a test of {plan.steps}")
     window = slice(begin := int(rng.integers(len(steps.us) - plan.steps + 1)), begin + plan.steps)

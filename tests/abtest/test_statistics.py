@@ -45,7 +45,7 @@ def test_the_number_of_steps_that_a_difference_needs_is_enough(steps: Steps) -> 
 
 
 def test_blocks_of_unlike_batches_are_not_compared() -> None:
-    plan = LivePlan(arms=("cost", "packed"), block_steps=8, warmup_steps=2, pairs=20)
+    plan = LivePlan(arms=("auto", "packed"), block_steps=8, warmup_steps=2, pairs=20)
     requests = np.repeat(np.where(np.arange(40) % 4 == 1, 90.0, 60.0), 8)  # every other pair has one larger batch
     found = judge(plan, [CopySteps(100 * requests, requests, np.zeros(plan.steps))])
     assert (found.pairs, found.dropped, found.winner) == (10, 10, None)
@@ -60,7 +60,7 @@ def test_blocks_of_unlike_batches_are_not_compared() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"arms": ("cost", "batch<3")}, "'batch<3' is not a routing policy"),
+        ({"arms": ("auto", "batch<3")}, "'batch<3' is not a routing policy"),
         ({"block_steps": 8, "warmup_steps": 8}, "fewer than block_steps 8 are needed"),
         ({"pairs": 10_000, "block_steps": 64}, "at most 100000 are accepted"),
         ({"lease_steps": 10**6}, "less than or equal to 20000"),
@@ -68,4 +68,4 @@ def test_blocks_of_unlike_batches_are_not_compared() -> None:
 )
 def test_plans_are_bounded(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LivePlan.model_validate({"arms": ("cost", "packed"), **fields})
+        LivePlan.model_validate({"arms": ("auto", "packed"), **fields})

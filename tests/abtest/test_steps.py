@@ -13,6 +13,8 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest.client import StepBar
 from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import StepClock
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
 
 class Event:
     """A CUDA event whose work is done when the test says so; waiting for it is an error."""
@@ -57,15 +59,37 @@ def test_times_on_a_gpu_are_events_that_nothing_waits_for(behind: int, monkeypat
     assert known.sum() == 0 if behind > 256 else known.sum() >= 0.8 * (3000 - behind) - 8
 
 
-def test_steps_of_a_gpu_without_a_shipped_profile_say_whose_decides(tmp_path, capsys):
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json"
+def test_auto_is_the_policy_of_the_files_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
-    path.write_text(results.read_text().replace('"NVIDIA H200"', '"NVIDIA L40S"'))
-    assert main(["abtest", "steps", str(path), "cost", "packed"]) == 0
-    note = "no shipped profile is of NVIDIA L40S with packed native, stock fa3 and 16-bit KV: that of NVIDIA H200"
-    assert note in capsys.readouterr().out
-    assert main(["abtest", "steps", str(path), "cost", "--json"]) == 0
-    assert note in json.loads(capsys.readouterr().out)["notes"][0]
+    path.write_text((RESULTS / "gpu_drawn.json").read_text().replace('"NVIDIA H200"', '"NVIDIA L40S"'))
+    for results, other in ((str(path), "conservative"), (str(RESULTS / "gpu_drawn.json"), "saved>=16")):
+        assert main(["abtest", "steps", results, "auto", other, "conservative", "--json"]) == 0
+        auto, _, conservative = json.loads(capsys.readouterr().out)["rows"]
+        assert (auto["packed"] == conservative["packed"]) == (other == "conservative")
+
+
+def test_verdicts_add_up_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four steps, packed and stock microseconds; the last two are of a second file."""
+    times, rows = ((10.0, 20.0), (30.0, 20.0), (100.5, 100.0), (110.0, 100.0)), []
+    for number, (packed, stock) in enumerate(times):
+        step = {"requests": 1 + number, "tokens": 100, "unique_tokens": 100, "links": 0, "nodes": 0}
+        baselines = {"prefixpack": {"cold_us": packed}, "fa3": {"cold_us": stock}}
+        rows.append(
+            {"key": f"k{number}", "case": "a/b", "q_heads": 8, "kv_heads": 8, "step": step, "baselines": baselines}
+        )
+    header = {"machine": {"gpu": "NVIDIA H200"}, "commit": "abc"}
+    for number in (0, 1):
+        (tmp_path / f"{number}.json").write_text(json.dumps({**header, "rows": rows[2 * number :][:2]}))
+    files = [str(tmp_path / f"{number}.json") for number in (0, 1)]
+    assert main(["abtest", "steps", *files, "packed", "batch>=3", "--json"]) == 0
+    packed, large = json.loads(capsys.readouterr().out)["rows"]
+    assert (packed["steps"], packed["packed"], packed["behind"]) == (4, 4, 2)
+    assert packed["mean_regret"] == pytest.approx((0 + 0.5 + 0.005 + 0.1) / 4)
+    assert packed["regret"] == pytest.approx(250.5 / 230 - 1)
+    assert packed["worst"] == [pytest.approx(0.5), "k1"]
+    assert packed["oracle"] == pytest.approx(2**0.25)
+    assert (large["packed"], large["behind"]) == (2, 1)
+    assert large["mean_regret"] == pytest.approx((1.0 + 0 + 0.005 + 0.1) / 4)
 
 
 def test_deeply_nested_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +100,10 @@ def test_deeply_nested_results_are_named(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
-    policies = ["packed", "conservative", "shipped@5"]
-    results = str(Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json")
+    policies = ["packed", "conservative", "saved>=5"]
+    results = str(RESULTS / "gpu_attention.json")
     assert main(["abtest", "steps", results, *policies, "--stock", "fa3", "--families"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:-1]]
     families = ["pat", "fasttree", "random", "rl", "agents", "chat", "none"]
     assert [row[0] for row in rows] == [name for policy in policies for name in (policy, *families)]
     steps, packed = rows[0][1:3]

@@ -21,7 +21,6 @@ FAST = {
     "-m benchmarks.serving.rollout_floor": "--prompt-tokens 128 --groups 24 --running 32 --steps 20",
     "-m benchmarks.on_gpu": "--list",
 }
-_CALIBRATE = "--minutes 1 --out FILE"
 _ROLLOUT = (
     "--prompt-tokens 128 --output-tokens 40 --groups 240 --samples 4 --running 8 --window 2 --context-length 1024"
 )
@@ -35,10 +34,6 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.offline.cache_saving": "--requests 32 --settings '2000/200 x2'",
     "-m benchmarks.offline.throughput --out": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
     "-m sgl_prefix_attn demo": "--requests 20 --samples 4",
-    "-m benchmarks.simulator --out h200.json": "--out FILE",
-    "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
-    "-m sgl_prefix_attn calibrate --heads 64/4": _CALIBRATE,
-    "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
     "-m benchmarks.serving.random_model": "",
     "benchmarks/kernel/static_report.py": "--archs 90a",
     # What a GPU command below does without one; of the others see `test_commands_on_cpu.py`.
@@ -50,9 +45,6 @@ _SMALL_POOL = f"--server-args '{_ARGS} --max-total-tokens 60000'"
 GPU = {
     "-m benchmarks.on_gpu": "--minutes 5 --only verify_4 --out FOLDER",
     "-m benchmarks.serving.random_model": "",
-    "-m sgl_prefix_attn calibrate --heads 40/8": "--minutes 1",  # --out is for one type of KV
-    "-m sgl_prefix_attn calibrate --heads 64/4": "--minutes 1",
-    "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
@@ -97,9 +89,8 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
         command = command.replace(old, str(new))
     named = lambda found: str(RESULTS / found[1]) if (RESULTS / found[1]).exists() else found[1]  # noqa: E731
     command = re.sub(r"(?<![\w/])(\w+\.json)", named, command)
-    variables = {"XDG_CACHE_HOME": str(tmp_path)} if "calibrate" in begin else {}
     for more in ("", " --resume") if "serving.rollout" in begin and "floor" not in begin else ("",):
-        run(command + more, **variables)
+        run(command + more)
     assert not written or json.loads(out.read_text())
 
 

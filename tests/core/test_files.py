@@ -7,7 +7,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from sgl_prefix_attn.core.files import check_writable, write_whole
 from sgl_prefix_attn.explain.batch import read_batch_file
 from sgl_prefix_attn.offline.batch_file import read_batch
 from sgl_prefix_attn.routing.measured import read_results
-from sgl_prefix_attn.routing.profile import SHIPPED, load_profile
 from sgl_prefix_attn.settings import CONFIG_VARIABLE, load_settings
 from sgl_prefix_attn.trace import read_trace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_drawn.json"
-SHIPPED_PROFILE = resources.files("sgl_prefix_attn.gpus").joinpath(SHIPPED[2])
 ROW = b'{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}'
 REQUEST = b'{"input_ids": [5], "max_new_tokens": 4}'
 JOB = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}})
@@ -72,7 +69,6 @@ def test_links_and_devices_stay(tmp_path: Path) -> None:
         (lambda path: read_batch_file(str(path)).paths, b'{"paths": [[]], "seq_lens": [4]}'),
         (lambda path: load_settings({CONFIG_VARIABLE: str(path)}), b"workers = 12"),
         (lambda path: len(read_results(path).cases), RESULTS.read_bytes()),
-        (lambda path: load_profile(path).steps, SHIPPED_PROFILE.read_bytes()),
     ],
 )
 def test_a_byte_order_mark_and_blank_lines_are_read_over(

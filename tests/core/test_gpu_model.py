@@ -13,7 +13,6 @@ from sgl_prefix_attn.core import gpu as gpu_module
 from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.routing import verify
-from sgl_prefix_attn.routing.profile import read_shipped
 
 
 def properties(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bus: int) -> tuple[str, Any]:
@@ -91,7 +90,6 @@ def test_files_of_gpus_do_not_contradict_each_other() -> None:
     assert len(names) == len(known)
     assert len({gpu.capability for gpu in speakers}) == len(speakers)
     assert all(gpu.clock and gpu.bandwidth for gpu in speakers)
-    assert {read_shipped(name).machine for name in gpus.profile_files()} <= names
     assert {gpu.name for gpu in known if gpu.planner} == {H200.name}
 
 

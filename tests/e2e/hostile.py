@@ -30,7 +30,7 @@ LONGEST_PIN, MOST_PINS = 1 << 17, 200
 MEGABYTE = 1 << 20
 POLICIES = {
     "spaces": "packed" + " " * 30_000 + "x",
-    "10,000 conditions": " and ".join(["cost"] * 10_000),
+    "10,000 conditions": " and ".join(["auto"] * 10_000),
     "few bytes, many conditions": "&" * 200,
 }
 

@@ -15,7 +15,6 @@ from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, CONTEXT_LENGTH, POOL_TOKENS, state_of, tokens_of
 from tests.e2e.injected import FAULTS, PLACES, Faults, of_rank
-from tests.routing.profiles import write_profile
 from tests.support import forked_server
 from tests.support.ranks import TWO_RANKS
 
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.e2e
 
 # Each of its requests ends before the next one is sent, so that all are prefilled again.
 WORKLOADS = (workloads.diverging, workloads.ragged, workloads.refills)
-# Every second step or so is routed to the stock backend.
-COSTS = {"packed": {"launch": 1.0}, "stock": {"longest_request": 3.2}}
 ENDS_WITH = {"shared_prefill", "group_scheduling"}  # features that end with their first exception
 
 
@@ -44,10 +41,9 @@ def both_ranks(tmp_path: Path, faults: Faults) -> tuple[Faults, Faults]:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path, faults: Faults, request: pytest.FixtureRequest) -> Iterator[Server]:
-    path = write_profile(tmp_path, **COSTS, kernels="cpu", backend="torch_native")
     sizes = ("--context-length", str(CONTEXT_LENGTH), forked_server.POOL, str(POOL_TOKENS))
     environment = {
-        FAULTS: str(tmp_path / "faults"), "PREFIXPACK_ROUTE_PROFILE": str(path), "PREFIXPACK_ROUTE_MARGIN": "0",
+        FAULTS: str(tmp_path / "faults"), "PREFIXPACK_ROUTE": "batch>=3",
         "PREFIXPACK_GROUP_SCHEDULING": "1", "PREFIXPACK_RETENTION": "reuse", "PREFIXPACK_PIN_BUDGET_PERCENT": "20",
         "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
     }  # fmt: skip

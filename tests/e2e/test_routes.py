@@ -1,4 +1,4 @@
-"""The real server with a routing profile: the stock backend's tokens on both routes of a decode step."""
+"""The real server with a routing policy: the stock backend's tokens on both routes of a decode step."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, packing, state_of, tokens_of
-from tests.routing.profiles import write_profile
 from tests.support.pages import documented
 
 pytestmark = pytest.mark.e2e
 
 PAGE_URL = "http://127.0.0.1:30000"
-# Steps run packed from 313 tokens of the longest request on, however many run at once: a busy machine may run the
-# requests of `diverging` one after the other. They grow from 300 to 348, those of `ragged` are of all lengths.
-COSTS = {"packed": {"launch": 1.0}, "stock": {"longest_request": 3.2}}
+POLICY = "batch>=2"
 
 
 @pytest.fixture(scope="module")
-def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = write_profile(tmp_path_factory.mktemp("route"), **COSTS, kernels="cpu", backend="torch_native")
-    environment = {
-        "PREFIXPACK_ROUTE_PROFILE": path, "PREFIXPACK_ROUTE_MARGIN": "0", "PREFIXPACK_LIVE_TESTS": "1",
-    }  # fmt: skip
-    with launch(BACKEND, environment=environment) as running:
+def server(launch: Launch) -> Iterator[Server]:
+    with launch(BACKEND, environment={"PREFIXPACK_ROUTE": POLICY, "PREFIXPACK_LIVE_TESTS": "1"}) as running:
         yield running
 
 
+def with_a_long_one(vocabulary: Vocabulary) -> list[Request]:
+    """A request that begins before all others and ends after them: it runs alone then."""
+    others = workloads.diverging(vocabulary)
+    return [Request("long", others[0].prompt, max_new_tokens=200), *others]
+
+
 def test_tokens_are_those_of_the_stock_backend_while_routes_change(server, expected, vocabulary):
-    for workload, both_routes in ((workloads.diverging, True), (workloads.ragged, False)):
+    for workload, both_routes in ((with_a_long_one, True), (workloads.ragged, False)):
         requests = workload(vocabulary)
         server.flush_cache()
         before = routed_steps(server)
@@ -86,13 +85,13 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected,
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
     assert "At least 8 pairs are needed" in capsys.readouterr().out
     route = state_of(server)["route"]
-    assert route["policy"] == "cost"
+    assert route["policy"] == POLICY
     assert route["live"]["status"] == "finished"
     assert main(["explain", "--server", server.url]) == 0
     told = capsys.readouterr().out
     for index, (arm, would) in enumerate(zip(("packed", "stock"), route["live"]["would"], strict=True)):
         assert sum(would.values()) > 4
-        assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
+        assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, " in told
 
 
 def test_a_live_test_by_the_command_of_the_page(server, expected, vocabulary, tmp_path, capsys):
@@ -101,7 +100,7 @@ def test_a_live_test_by_the_command_of_the_page(server, expected, vocabulary, tm
     replay(server.url, requests[:2])
     while_running(server, words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
     out = capsys.readouterr().out
-    assert re.findall(r"^([AB]) .* (\S+)$", out, re.MULTILINE) == [("A", "batch>=64"), ("B", "cost")]
+    assert re.findall(r"^([AB]) .* (\S+)$", out, re.MULTILINE) == [("A", "batch>=64"), ("B", "auto")]
     assert "At least 8 pairs are needed" in out
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["pairs"] <= 4
 
@@ -118,7 +117,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(server, vocabulary, tmp_p
     wait_for(server, "expired")
     replay(server.url, workloads.diverging(vocabulary))
     assert not list(tmp_path.iterdir())
-    assert (routed_steps(server) - before)["packed"] > 3, "by cost, which is the server's policy"
+    assert (routed_steps(server) - before)["packed"] > 3, "by the server's policy"
     (copy,) = Client(server.url).read()
     assert copy["steps_done"] == 15, "and one prefill step"
 

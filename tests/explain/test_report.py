@@ -11,31 +11,22 @@ import pytest
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
-from sgl_prefix_attn.explain.prediction import Machine
 from sgl_prefix_attn.explain.report import Explanation, explain, item_classes
+from sgl_prefix_attn.explain.route import Machine
 from sgl_prefix_attn.explain.text import render
-from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.policy import CostPolicy
-from sgl_prefix_attn.routing.profile import shipped_profile
-from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
+from sgl_prefix_attn.routing import conservative, rule
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures, token_bytes
 from sgl_prefix_attn.workloads import Case, draw_set
 from tests.core.plan_checks import random_forest
 
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-FACTS = ServerFacts("NVIDIA H200", "9.0", SHAPE, "bf16", "native", "fa3")
-H200 = Machine(DeviceModel.gpu(132), FACTS)
-NO_PROFILES = ProfileStore([], [])
+H200 = Machine(DeviceModel.gpu(132), rule.KernelPair("NVIDIA H200", "9.0", "native", "fa3"), 4.8e12)
 KINDS = ("shared", "private")
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def explained(tree: str) -> Explanation:
-    return explain(parse_tree(tree), SHAPE, H200, NO_PROFILES)
+    return explain(parse_tree(tree), SHAPE, H200)
 
 
 def explain_case(case: Case, folder: Path, *options: str) -> None:
@@ -58,7 +49,8 @@ def test_reads_of_one_shared_prompt() -> None:
     tokens = {kind: sum(of["kv_tokens"] for of in numbers["item_classes"] if of["kind"] == kind) for kind in KINDS}
     assert tokens == {"shared": 4096, "private": 4160}
     assert numbers["partial_bytes"] == 2 * explanation.plan.num_partials * 32 * (128 * 4 + 4)
-    assert numbers["gain"].keys() == {"none"}
+    assert numbers["floor_seconds"] == pytest.approx(8256 * 4096 / 4.8e12)
+    assert numbers["route"]["saved_mib"] == 9 * 4096 / 256
     assert numbers["plan_seconds"] > 0
 
 
@@ -72,58 +64,47 @@ def test_nothing_shared_is_nothing_gained() -> None:
 def test_unusable_batch_and_shape() -> None:
     batch = describe("mine", [[(1, 0, 8)], [(1, 0, 9)]], [10, 10])
     with pytest.raises(InputError, match=r"^mine: request 1, segment 0 .* another request has this node"):
-        explain(batch, SHAPE, H200, NO_PROFILES)
+        explain(batch, SHAPE, H200)
     with pytest.raises(InputError):
-        explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200, NO_PROFILES)
+        explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200)
 
 
 @pytest.mark.parametrize("stock", ["fa3", "flashinfer", "triton"])
-def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: Path, capsys: Capture) -> None:
-    kernels = {"fa3": "fa3", "flashinfer": "flashinfer_tc", "triton": "triton_gqa"}
-    profile = shipped_profile()
-    packed, other = profile.cost("packed", "native"), profile.cost("stock", kernels[stock])
+def test_the_route_is_that_of_the_rule_over_the_stock_backend(stock: str, tmp_path: Path, capsys: Capture) -> None:
     option = () if stock == "fa3" else ("--stock", stock)  # fa3 is the default
-    for case in [case for case in draw_set(32, 18) if case.shape.kv_bytes == 2 and case.shape.group >= 4]:
+    found = set()
+    for case in [case for case in draw_set(32, 18) if case.shape.kv_bytes == 2]:
         step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)
-        policy = CostPolicy(packed, other, case.shape, profile.margin("native", kernels[stock]) / 100)
         explain_case(case, tmp_path, "--device", "h200", "--json", *option)
-        gain = json.loads(capsys.readouterr().out)["gain"]
-        assert (gain["stock"], gain["profile"]) == (kernels[stock], "shipped profile h200.json")
-        ours, theirs = packed.microseconds(step, case.shape), other.microseconds(step, case.shape)
-        assert (gain["packed_us"], gain["ratio"]) == (pytest.approx(ours), pytest.approx(theirs / ours))
-        assert gain["route"] == policy.decide(step).route.value
+        route = json.loads(capsys.readouterr().out)["route"]
+        of_stock = rule.RULES[stock, 2]
+        assert (route["stock"], route["rule"]) == (stock, str(of_stock))
+        assert route["saved_mib"] == pytest.approx(step.saved_tokens * token_bytes(case.shape) / 2**20)
+        assert route["route"] == ("packed" if of_stock.packs(step, case.shape) else "stock")
+        found.add(route["route"])
+    assert found == {"packed", "stock"}
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "told"),
     [
-        ("a100", "no routing profile fits (NVIDIA A100-SXM4-80GB, heads 32/8/128, bf16, 16-bit KV, triton"),
-        ("cpu", "no routing profile fits (cpu, "),
-        ("h200 --query-len 8", "profiles know decode steps only"),
-        ("h200 --kv-dtype fp32", "no routing profile fits (NVIDIA H200, "),
-        ("h100", None),
-        ("h200 --head-dim 64 --kv-dtype fp8", None),
+        ("h100", ("sharing saves 1,008.0 of 1,128.0 MiB", f"packed if {rule.RULES['fa3', 2]}")),
+        ("h200 --stock flashinfer", ("stock flashinfer: packed", f"packed if {rule.RULES['flashinfer', 2]}")),
+        ("a100", ("stock fa3: packed", f"packed if {conservative.rule('triton')}")),
+        ("h200 --kv-dtype fp32", ("sharing saves 2,016.0", f"packed if {conservative.rule('native')}")),
+        ("cpu", ("Route: packed, as every step of these kernels; sharing saves 1,008.0 of 1,128.0 MiB of KV a layer",)),
+        ("h200 --query-len 8", ("Route: none, other rules decide prefill, mixed and verify steps",)),
+        (
+            "h200 --head-dim 96",
+            ("Route: none, no native kernel has head_dim 96: such layers run on the stock backend",),
+        ),
     ],
 )
-def test_what_no_profile_knows_is_not_predicted(options, reason, capsys):
+def test_what_decides_is_told(options: str, told: tuple[str, ...], capsys: Capture) -> None:
     assert main(["explain", "--tree", "1,64/4096,416", "--device", *options.split()]) == 0
     text = capsys.readouterr().out
-    assert ("Predicted gain" in text) == (reason is None)
-    assert reason is None or f"\nGain over the stock backend: not predicted, {reason}" in text
-    rule = "the policy cost runs this step packed, by the conservative rule"
-    assert (rule in text) == (reason is not None and "routing profile" in reason and "cpu" not in reason)
-
-
-def test_a_profile_of_the_user_is_taken(tmp_path: Path, capsys: Capture) -> None:
-    folder = tmp_path / "sgl-prefix-attn/profiles"
-    folder.mkdir(parents=True)
-    mine = shipped_profile().model_copy(update={"machine": "NVIDIA A100-SXM4-80GB"})
-    mine.save(folder / "mine.json")
-    (folder / "broken.json").write_text("{", encoding="utf-8")
-    assert main(["explain", "--tree", "1,64/4096,416", "--device", "a100"]) == 0
-    captured = capsys.readouterr()
-    assert f"by the user profile {folder / 'mine.json'}\n" in captured.out
-    assert f"explain: {folder / 'broken.json'}: not a routing profile" in captured.err
+    assert [words for words in told if words not in text] == []
+    assert ("Floor of a layer: " in text) == (options != "cpu")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.server import read_states
 from tests.explain.conftest import Answers
-from tests.routing.profiles import write_profile
 from tests.support.pages import documented
 
 Serve = Callable[..., str]
@@ -102,65 +101,56 @@ def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info,
     assert f"last packed batch: {url} rank 0\n  batch " in text
     shape = own_state(server_info)["shape"]
     assert f"{shape['q_heads']}/{shape['kv_heads']} heads, head_dim {shape['head_dim']}" in text
-    assert "Gain over the stock backend: not predicted, the server does not name its GPU\n" in text
+    assert "Route: none, the server does not name its kernels\n" in text
     assert explain(url, "--device", "h200", "--heads", "32/4") == 0
     text = capsys.readouterr().out
     assert "264 workers" in text
     assert "32/4 heads" in text
 
 
+RULE = "sharing saves much"
 ROUTE = {
-    "setting": "auto", "policy": "cost", "margin": 20, "live": None, "graph_sizes": [],
-    "profile": "NVIDIA H200, commit abc", "profile_from": "shipped profile h200.json",
-    "borrowed": "heads 8/8/128; these are 32/8/128",
-    "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "flashinfer_cc"},
-    "last": {"route": "packed", "packed_us": 468.7, "stock_us": 2613.4},
+    "setting": "auto", "policy": "rule", "rule": RULE, "live": None, "graph_sizes": [],
+    "kernels": {"gpu": "NVIDIA H200", "capability": "9.0", "packed": "native", "stock": "flashinfer"},
+    "last": {"route": "packed", "saved_mib": 31.5, "kv_mib": 40.25, "requests": 64},
 }  # fmt: skip
 
 
 @pytest.fixture
-def h200_info(server_info: Info, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Info:
+def h200_info(server_info: Info) -> Info:
     """The recorded answer as of a server on an H200."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape, device = ModelShape(32, 8, 128), DeviceModel.gpu(132, group=4)
     state = {"route": copy.deepcopy(ROUTE), "shape": asdict(shape), "device": asdict(device)}
     own_state(server_info).update(state | {"stock_backend": "flashinfer"})
     return server_info
 
 
-def test_a_profile_that_the_servers_setting_names_is_read_here(serve, h200_info, tmp_path, capsys):
-    path = write_profile(tmp_path, {"launch": 10.0}, {"launch": 25.0}, kernels="native", backend="flashinfer_cc")
-    route = own_state(h200_info)["route"]
-    route |= {"profile_from": f"setting profile {path}"}
+def test_the_servers_rule_and_its_last_decision_are_told(serve: Serve, h200_info: Info, capsys: Capture) -> None:
     url = serve({"/server_info": (200, h200_info)})
     assert explain(url) == 0
     text = capsys.readouterr().out
-    assert f"2.50x, 10.0 us packed, 25.0 us stock, by the setting profile {path}" in text
-    route |= {"profile_from": "setting profile /no/such.json"}
+    assert re.search(rf"\n  rule +packed if {RULE}\n", text)
+    assert re.search(r"\n  last decision +packed, 64 requests, sharing saves 31.5 of 40.2 MiB of KV a layer\n", text)
+    own_state(h200_info)["route"]["last"] = {"route": "stock", "packed_us": 3.0}  # of an older server
     assert explain(serve({"/server_info": (200, h200_info)})) == 0
-    captured = capsys.readouterr()
-    assert (
-        "explain: the server predicts by /no/such.json, which is not used here: /no/such.json: cannot" in captured.err
-    )
-    assert "by the shipped profile" in captured.out
+    assert re.search(r"\n  last decision +stock, 0 requests", capsys.readouterr().out)
 
 
-def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info, capsys: Capture) -> None:
+def test_the_route_is_over_the_servers_stock_backend(serve: Serve, h200_info: Info, capsys: Capture) -> None:
     url = serve({"/server_info": (200, h200_info)})
 
     def told(*options: str) -> str:
         assert explain(url, "--json", *options) == 0
-        return json.loads(capsys.readouterr().out)["ranks"][0]["last_packed_batch"]["gain"]["stock"]
+        return json.loads(capsys.readouterr().out)["ranks"][0]["last_packed_batch"]["route"]["stock"]
 
-    assert told() == "flashinfer_cc"
+    assert told() == told("--device", "h200") == told("--heads", "32/4") == "flashinfer"
     assert told("--stock", "fa3") == "fa3"
-    assert told("--device", "h200") == "flashinfer_tc"
-    assert told("--heads", "32/4") == "flashinfer_tc"
-    own_state(h200_info)["route"]["facts"]["packed"] = "triton"
-    assert told() == "flashinfer_cc"
+    del own_state(h200_info)["route"]["kernels"]["packed"]
+    assert explain(serve({"/server_info": (200, h200_info)})) == 2
+    assert "the server's route.kernels: packed: " in capsys.readouterr().err
 
 
-def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
+def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture) -> None:
     idle = copy.deepcopy(server_info["internal_states"][0])
     idle["prefixpack"]["batch"] = None
     server_info["internal_states"].append(idle)

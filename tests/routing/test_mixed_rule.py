@@ -11,7 +11,7 @@ import pytest
 from benchmarks.kernel.mixed_cases import draw_mixed, draw_wide
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import mixed
-from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.measured import features_of
 from tests.routing.test_features import features
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -29,7 +29,7 @@ def test_measured_steps_are_packed_where_that_is_faster(name: str, gain: float) 
         assert row["key"] == drawn.case.key
         new = drawn.query_lens
         ours, fa3 = (row["baselines"][name]["cold_us"] for name in ("prefixpack", "fa3"))
-        step = StepFeatures(**row["step"])
+        step = features_of(row)
         pairs = int(new @ (drawn.case.lengths - new // 2))
         (packed if mixed.packs(step, drawn.case.shape, pairs) else lost).append(fa3 / ours)
     assert np.exp(np.log(packed).sum() / len(rows)) > gain

@@ -154,7 +154,7 @@ class GpuFixture(Fixture):
 
     Args:
         graphs: size of the largest graph; 0: none.
-        options: see `Fixture`. `stock_backend="fa3"` is one that the shipped routing profile knows.
+        options: see `Fixture`. Over `torch_native`, the default, every decode step runs packed.
         kernels: real ones, for tensors on a GPU; None: everything is on the host.
     """
 
@@ -174,6 +174,7 @@ class GpuFixture(Fixture):
         )
         of_gpu = {"kv_dtype": DTYPE, "dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, "server_args": arguments}
         of_gpu |= {"tensors": "cpu" if kernels is None else "cuda", "spec_algorithm": SpeculativeAlgorithm.NONE}
+        of_gpu |= {"stock_backend": "torch_native"}
         super().__init__(*args, settings=self._settings, **of_gpu | options)
         if graphs:
             self.graphs = DecodeGraphs(self, graphs)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
@@ -29,8 +28,7 @@ def step_router(
     planners = [] if shape is None else [SimpleNamespace(shape=shape)]
     executor: Any = SimpleNamespace(kernels=kernels, planners=planners, runs_in_graphs=graphs, drafts=drafts)
     in_force = Settings(**{"metrics": False, **settings})
-    store = ProfileStore.read(in_force.route_profile if in_force.policy.predicts else None)
-    policies = LivePolicies(in_force, executor, stock, SimpleNamespace(), store=store, dtype="bf16", page_size=1)
+    policies = LivePolicies(executor, stock)
     return StepRouter(in_force, counters or Counters(), executor, policies, microbatches=microbatches)
 
 

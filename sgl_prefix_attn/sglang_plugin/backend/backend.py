@@ -9,7 +9,6 @@ from typing import Any
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
@@ -59,15 +58,7 @@ class PrefixPackBackend(StockProxy):
         self._executor = executor
         self._layers = LayerRegistry(facts, executor, self._counters, None, knows_kv_scales(stock_name))
         microbatches = facts.microbatches
-        policies = LivePolicies(
-            state.settings,
-            self._executor,
-            stock_name,
-            stock,
-            store=profiles_of_ranks(state.settings),
-            dtype=QUERY_TYPES.get(facts.dtype, "bf16"),
-            page_size=facts.page_size,
-        )
+        policies = LivePolicies(executor, stock_name)
         router = StepRouter(state.settings, self._counters, self._executor, policies, microbatches=microbatches)
         self._step_planner = StepPlanner(
             self._executor,

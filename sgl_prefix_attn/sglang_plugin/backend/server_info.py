@@ -12,11 +12,11 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
      ...]}, "tells_batch": whether it is told: not by servers with an API key, since any key reads it, and it tells what
      a request shares with others}
 
-`route` is {"setting": a policy, "policy": what decides (conservative where a profile is missing), "profile": machine
-and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
-"margin": in percent or null, "facts": fields of ServerFacts without the shape, or null before the layers are known,
-"last": null or the last decision as {"route", "packed_us", "stock_us"}, "live": null or the state of a live test as
-{"status", "arms", "running", "arm", "would", "last"}, "graph_sizes": batch sizes with a decode graph for either route}.
+`route` is {"setting": a policy, "policy": what decides (rule or conservative for auto), "rule": when a step runs packed
+by it, in words, or null, "kernels": fields of `routing.rule.KernelPair`, or null before the layers are known, "last":
+null or the last decision as {"route", "saved_mib": of a layer's KV by sharing, "kv_mib": of all requests, "requests"},
+"live": null or the state of a live test as {"status", "arms", "running", "arm", "would", "last"}, "graph_sizes": batch
+sizes with a decode graph for either route}.
 The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
 """
 

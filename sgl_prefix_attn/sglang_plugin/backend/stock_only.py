@@ -6,7 +6,6 @@ from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
 from sgl_prefix_attn.sglang_plugin.backend.stock_proxy import StockProxy
-from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Reason
 
@@ -20,6 +19,5 @@ class StockOnly(StockProxy):
 
     def __init__(self, facts: ServerFacts, stock: Any, state: PluginState, reason: Reason) -> None:
         super().__init__(facts, stock, state)
-        profiles_of_ranks(state.settings)  # ranks that pack would wait for this one
         state.refuse(self, reason)
         self.pass_through(reason)

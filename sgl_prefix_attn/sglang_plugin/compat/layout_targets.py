@@ -17,8 +17,4 @@ LAYOUT_TARGETS = (
     # Each rank of data parallel attention has a scheduler and a tree of its own; a request may name its rank.
     Target("managers.data_parallel_controller.DataParallelController", Use.CLASS),
     *attributes_of("managers.io_struct.GenerateReqInput", "routed_dp_rank"),
-    # Tensor-parallel ranks route by the profiles of rank 0.
-    Target("distributed.parallel_state.get_tp_group", Use.CALL),
-    *attributes_of("distributed.parallel_state.GroupCoordinator", "world_size rank_in_group"),
-    Target("distributed.parallel_state.GroupCoordinator.broadcast_object", Use.CALL, ("obj", "src")),
 )

@@ -1,7 +1,6 @@
 """The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
-`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady batch. Where a policy
-predicts, a rule decides verify steps (`routing/verify.py`).
+`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady batch.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from collections.abc import Collection
 from typing import Any
 
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.features import MIB, token_bytes
 from sgl_prefix_attn.routing.live_plan import LivePlan
-from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
+from sgl_prefix_attn.routing.policy import FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_abtest import RUNNING, LiveTest, StepClock
@@ -150,19 +151,19 @@ class StepRouter:
     @property
     def policy_in_use(self) -> str:
         """The policy that decides, by name. A server that speculates has verify steps in place of decode steps."""
-        if self._executor.drafts > 1 and self._decides_verify:
-            return self.policies.verify_policy_in_use(self.name)
-        return self.policies.policy_in_use(self.name)
+        return self.policies.policy_in_use(self.name, verify_steps=self._routes_verify)
+
+    @property
+    def _routes_verify(self) -> bool:
+        return self._executor.drafts > 1 and self._decides_verify
 
     def state(self) -> dict[str, Any]:
-        """The setting, the policy and profile in use and the last decision, as JSON-able values."""
-        router = self._verify_router or self._router
-        last = None if router is None else router.last
+        """The setting, the policy and rule in use and the last decision, as JSON-able values."""
         return {
             "setting": self.setting,
             "policy": self.policy_in_use,
-            **self.policies.state(),
-            "last": None if last is None else decision_state(last),
+            **self.policies.state(self.name, verify_steps=self._routes_verify),
+            "last": self._last(self._verify_router or self._router),
             "live": None if self.live is None else self._live_state(self.live),
         }
 
@@ -173,8 +174,11 @@ class StepRouter:
             "running": [self.policies.policy_in_use(name) for name in live.plan.names()],
             "arm": self._arm,
             "would": live.would,
-            "last": [None if router.last is None else decision_state(router.last) for router in live.routers],
+            "last": [self._last(router) for router in live.routers],
         }
+
+    def _last(self, router: Router | None) -> dict[str, Any] | None:
+        return None if router is None or router.last is None else decision_state(router, self.policies.shape)
 
     def stays_packed(self) -> None:
         """Counts a step that could go either way and reuses the packed step before it."""
@@ -223,7 +227,7 @@ class StepRouter:
         if mode != "verify":
             return self._usable_router()
         if self._verify_router is None and self._decides_verify and self.policies.ready:
-            self._verify_router = Router(self.policies.verify_policy(self.name))
+            self._verify_router = Router(self.policies.policy(self.name, verify_steps=True))
         return self._verify_router
 
     def _usable_router(self) -> Router | None:
@@ -237,10 +241,9 @@ class StepRouter:
         return self._router
 
 
-def decision_state(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON-able values."""
-    return {
-        "route": decision.route.value,
-        "packed_us": decision.packed_us and round(decision.packed_us, 2),
-        "stock_us": decision.stock_us and round(decision.stock_us, 2),
-    }
+def decision_state(router: Router, shape: ModelShape) -> dict[str, Any]:
+    """A router's last decision as JSON-able values: what sharing saves of a layer's KV, and of how much, in MiB."""
+    assert router.last is not None, "it has decided a step"
+    step, route = router.last
+    saved, kv = (round(tokens * token_bytes(shape) / MIB, 2) for tokens in (step.saved_tokens, step.tokens))
+    return {"route": route.value, "saved_mib": saved, "kv_mib": kv, "requests": step.requests}

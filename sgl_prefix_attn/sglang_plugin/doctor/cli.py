@@ -135,7 +135,6 @@ def _answer_in_silence(
     printed: io.StringIO,
 ) -> tuple[int, str]:
     """The exit status, and the text to print: the diagnosis, or why there is none."""
-    from sgl_prefix_attn.routing.profile import ProfileError
     from sgl_prefix_attn.sglang_plugin.compat import versions
 
     version = versions.installed_version()
@@ -144,7 +143,7 @@ def _answer_in_silence(
         from sgl_prefix_attn.sglang_plugin.doctor import diagnosis
 
         found = diagnosis.diagnose(arguments, environ, args.gpu)
-    except (SettingsError, ProfileError, versions.UnsupportedSglangError) as error:
+    except (SettingsError, versions.UnsupportedSglangError) as error:
         return _UNUSABLE, str(error)
     except SystemExit as stop:  # of SGLang's parser
         if not stop.code:

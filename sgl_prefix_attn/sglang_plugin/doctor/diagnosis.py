@@ -16,9 +16,8 @@ import torch
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.limits import why_not_native
 from sgl_prefix_attn.gpus import KnownGpu
-from sgl_prefix_attn.routing import conservative, mixed, verify
-from sgl_prefix_attn.routing.measured import stock_kernel
-from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
+from sgl_prefix_attn.routing import mixed, rule, verify
+from sgl_prefix_attn.routing.policy import FixedPolicy
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat.doctor_targets import CPU_ENGINE
@@ -98,7 +97,6 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str], gpu: KnownGpu
 
     Raises:
         SettingsError: settings that cannot be used.
-        ProfileError: the profile that route_profile names cannot be used.
         OSError, ValueError, RuntimeError: what SGLang has against the arguments.
         SystemExit: arguments that SGLang does not know; it has printed which.
     """
@@ -137,8 +135,6 @@ def _diagnose_once(arguments: Sequence[str], environ: Mapping[str, str]) -> Diag
 
     settings = load_settings(environ)
     with _environment(environ):
-        if settings.route_profile is not None and settings.policy.predicts:
-            ProfileStore.read(settings.route_profile)  # a server that cannot read it runs stock
         entry.register_name(settings)
         server_args = prepare_server_args(list(arguments))
         if hasattr(server_args, "resolve_once"):  # 0.5.20 and later resolve when the server starts
@@ -215,24 +211,15 @@ def _route(executor: Executor, server: PlannedServer, settings: Settings, decode
     """What decides about each decode or verify step on a GPU."""
     if settings.route != "auto":
         return f"if {settings.route}"
-    if mode == "decode" and settings.route_profile is not None:
-        return f"where the profile {settings.route_profile} predicts the shorter time"
     name = stock_name(server, settings.stock_backend) if decode == entry.NAME else str(decode)
     gpu, capability = gpu_name()
     kv = server.kv_cache_dtype
     shape = next((layer_shape(layer, kv) for layer in attention_layers(server.model) if kv is not None), None)
-    if mode == "verify":
-        if shape is None:
-            return ""
-        policy = verify.policy(gpu, executor.kernels, stock_kernel(name, shape, None), shape)
-        return f"if {verify.rule(policy, executor.kernels)}"
-    if shape is not None:
-        kernel = stock_kernel(name, shape, None)
-        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, kernel, server.page_size)
-        found = ProfileStore.read().find(facts)
-        if found is not None:
-            return f"where the {found.stored} of the {gpu} predicts the shorter time"
-    return f"without a routing profile for the {gpu}: if {conservative.rule(executor.kernels)}"
+    if shape is None:
+        return ""
+    kernels = rule.KernelPair(gpu, capability, executor.kernels, name)
+    policy = verify.policy(gpu, executor.kernels, name, shape) if mode == "verify" else rule.auto(kernels, shape)
+    return "" if isinstance(policy, FixedPolicy) else f"if {policy}"
 
 
 def kernels_of(server: PlannedServer, settings: Settings) -> str | None:

@@ -23,7 +23,7 @@ class Executor(Protocol):
 
     Attributes:
         planners: one for each shape index; the list object never changes.
-        kernels: name of the kernels in routing profiles.
+        kernels: name of the packed kernels: native, triton or cpu.
         runs_in_graphs: whether captured graphs may hold packed layers.
         reads_trees: whether kernels read masks of visible drafts.
         judges_mixed: whether mixed steps run packed only if their requests share enough.

@@ -26,7 +26,7 @@ class Kernels:
     """One set of kernels.
 
     Attributes:
-        name: name in the setting `gpu_kernels` and in routing profiles.
+        name: name in the setting `gpu_kernels`.
         make_step: makes the device buffers of an attention shape: a `CudaStep` or an object with its interface.
         dtypes: types of queries, and of KV besides fp8 e4m3.
         head_dims: supported head sizes; None: all that `layer_support` accepts.

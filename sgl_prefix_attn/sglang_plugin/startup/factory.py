@@ -34,8 +34,8 @@ def create_backend(runner: Any, settings: Settings) -> StockProxy:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model; a stock backend that cannot work here; a draft model whose backend cannot be chosen;
-            or a `route_profile` that is not a profile.
+        ValueError: an MLA model; a stock backend that cannot work here; or a draft model whose backend cannot be
+            chosen.
     """
     facts = ServerFacts.of(runner)
     if facts.use_mla_backend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,13 +183,6 @@ class TestAttentionVariants:
             fixture.backend.forward(q, None, None, layer, fixture.batch, save_kv_cache=False)
         assert torch.equal(fixture.pool.get_key_buffer(0), before)
         assert fixture.fallbacks == {}
-
-
-def test_profiles_are_chosen_by_the_servers_page_size() -> None:
-    fixture = decode(server_args=SimpleNamespace(page_size=16))
-    fixture.run()
-    policies = fixture.backend._record.router.policies
-    assert policies.facts().page_size == policies.state()["facts"]["page_size"] == 16
 
 
 class TestDelegation:

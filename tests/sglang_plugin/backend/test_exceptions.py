@@ -22,7 +22,6 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import MOST_FAILED_STEPS
-from tests.routing.profiles import write_profile
 from tests.sglang_plugin import fixture as small
 from tests.sglang_plugin.fixture import LAYERS, Fixture
 from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
@@ -153,10 +152,8 @@ class TestGraphs:
     """Decode graphs, of which each size has one for the stock backend too."""
 
     @pytest.fixture
-    def routed(self, tmp_path) -> GpuFixture:
-        profile = {"packed": {"launch": 1.0}, "stock": {"launch": 1000.0}}
-        path = write_profile(tmp_path, **profile, kernels="native", backend="fa3")
-        settings = Settings(metrics=False, route_profile=path, route_margin=0)
+    def routed(self) -> GpuFixture:
+        settings = Settings(metrics=False, route="batch>=1")
         fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3")
         fixture.graphs = DecodeGraphs(fixture, 4)
         fixture.graphs.capture(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,26 +17,24 @@ from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
-from tests.routing.profiles import write_profile
 from tests.sglang_plugin.fixture import LAYERS
 from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
 
-# Steps run packed once the longest request has more than 2,700 tokens; at first it has 2,640.
-BORDER = {"packed": {"launch": 27.0}, "stock": {"longest_request": 10.0}}
-ALWAYS_STOCK = {"packed": {"launch": 1000.0}, "stock": {"launch": 1.0}}
-ALWAYS_PACKED = {"packed": {"launch": 1.0}, "stock": {"launch": 1000.0}}
+# At first each distinct KV token is read 2.7 times, and 2.5 times once the requests have grown by 128 tokens.
+BORDER = "reuse>=2.6"
+ALWAYS_STOCK = "batch>=1000"
+ALWAYS_PACKED = "batch>=1"
 
 
 Routed = Callable[..., GpuFixture]
 
 
 @pytest.fixture
-def routed(tmp_path: Path) -> Routed:
-    """Makes worlds whose steps are routed by a profile, with graphs of some sizes."""
+def routed() -> Routed:
+    """Makes worlds whose steps are routed by a policy, with graphs of some sizes."""
 
-    def make(profile: dict[str, Any], *sizes: int, hooked: bool = True) -> GpuFixture:
-        path = write_profile(tmp_path, **profile, kernels="native", backend="fa3")
-        settings = Settings(metrics=False, route_profile=path, route_margin=0)
+    def make(route: str, *sizes: int, hooked: bool = True) -> GpuFixture:
+        settings = Settings(metrics=False, route=route)
         fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256)
         if sizes:
             fixture.graphs = DecodeGraphs(fixture, max(sizes), hooked=hooked)
@@ -71,16 +68,13 @@ class TestCapture:
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert bool(fixture.steps) == (route == "packed"), "a server that never runs packed needs no buffers"
 
-    def test_a_server_whose_kernels_its_own_profile_does_not_know_says_so(self, tmp_path, caplog):
-        path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 2.0}, kernels="native", backend="fa3")
-        settings = Settings(metrics=False, route_profile=path)
-        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="torch_native", graphs=4)
+    def test_over_torch_native_every_step_runs_packed(self) -> None:
+        fixture = GpuFixture(SHARED, LENGTHS, stock_backend="torch_native", graphs=4)
         fixture.graphs.capture(4)
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
-        assert "no cost of stock kernel 'torch_native', so all decode steps run packed" in caplog.text
 
     @pytest.mark.parametrize(("route", "packed"), [("batch>=3", True), ("batch>=5", False)])
-    def test_policies_without_a_profile_have_both_graphs(self, route: str, packed: bool) -> None:
+    def test_policies_have_both_graphs(self, route: str, packed: bool) -> None:
         settings = Settings(metrics=False, route=route)
         fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="torch_native", graphs=4)
         fixture.graphs.capture(4)
@@ -213,9 +207,8 @@ class TestReplay:
         fixture.backend.init_forward_metadata_out_graph(view)
         assert fixture.graphs._key(4) == ShapeKey(4)
 
-    def test_prefill_is_not_routed(self, tmp_path: Path) -> None:
-        path = write_profile(tmp_path, **ALWAYS_STOCK, kernels="native", backend="fa3")
-        settings = Settings(metrics=False, route_profile=path, pack_extend=True)
+    def test_prefill_is_not_routed(self) -> None:
+        settings = Settings(metrics=False, route=ALWAYS_STOCK, pack_extend=True)
         fixture = GpuFixture(SHARED, LENGTHS, [4, 1, 5, 9], settings=settings, stock_backend="fa3")
         assert_same(fixture.run(), fixture.run_stock())
         assert fixture.state.counters.steps_packed["extend"] == 1

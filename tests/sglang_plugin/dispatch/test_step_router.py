@@ -1,9 +1,7 @@
-"""Which profile decode steps are routed by."""
+"""Which rule decode steps are routed by."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,55 +10,52 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import rule
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.routing.profile import SHIPPED, ProfileError, shipped_profile
-from sgl_prefix_attn.routing.profile_store import ProfileStore
-from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import rank_profiles
 from sgl_prefix_attn.sglang_plugin.dispatch import live_policy
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from tests.routing.profiles import write_profile
 from tests.support.schedulers import step_router
 
 
-@pytest.mark.parametrize(
-    ("stock_name", "kv_bytes", "profile_of"),
-    [("flashinfer", 2, 2), ("flashinfer", 1, 1), ("triton", 1, 2)],
-    ids=["16-bit KV", "fp8 KV", "fp8 KV over a kernel that was measured with 16 bits only"],
-)
-def test_the_profile_is_of_the_servers_kv(stock_name, kv_bytes, profile_of, caplog):
-    caplog.set_level("INFO")
-    routes = step_router(ModelShape(32, 8, 128, kv_bytes=kv_bytes), stock_name)
+def routed(
+    requests: int, shared: int, own: int, kv_heads: int = 8, *, stock: str = "flashinfer", **settings: Any
+) -> tuple[Route, StepRouter]:
+    """The route of a decode step whose requests share one prefix."""
+    routes = step_router(ModelShape(32, kv_heads, 128), stock, **settings)
     assert routes.may_change("decode")
-    expected = shipped_profile(profile_of)
-    assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
-    assert routes.state()["profile_from"] == f"shipped profile {SHIPPED[profile_of]}"
-    assert ("measured with 16-bit KV; of 8 bits" in caplog.text) == (kv_bytes != profile_of)
+    paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
+    return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
 
 
-@pytest.mark.parametrize("set_by_user", [None, 0, 37])
-def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("stock", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize(("shared", "expected"), [(4096, Route.PACKED), (2048, Route.STOCK)])
+def test_a_server_goes_by_the_rule_and_tells_it(
+    stock: str, shared: int, expected: Route, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    assert step_router(ModelShape(32, 8, 128), "flashinfer", route_margin=set_by_user).may_change("decode")
-    expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
-    assert f"margin {expected} %" in caplog.text
+    found = rule.RULES[stock, 2]
+    route, routes = routed(2, shared, 100, stock=stock)
+    assert route is expected
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prefixpack: a decode step runs packed only if {found}"
+    ]
+    state = routes.state()
+    assert (state["setting"], state["policy"], state["rule"]) == ("auto", "rule", str(found))
+    kernels = {"gpu": "NVIDIA H200", "capability": "9.0", "packed": "native", "stock": stock}
+    assert state["kernels"] == kernels
+    assert state["last"] == {
+        "route": expected.value, "saved_mib": shared / 256, "kv_mib": round((shared + 100) / 128, 2), "requests": 2
+    }  # fmt: skip
 
 
-class TestWithoutAProfileForTheGpu:
-    """Requests share one prefix; without a prediction a step runs packed only where the gain is large on every GPU."""
+class TestWhatWasNotMeasured:
+    """A step runs packed only where the gain is large on every GPU."""
 
-    @pytest.fixture(params=["NVIDIA B200", "NVIDIA H200 NVL"])
+    @pytest.fixture(params=["NVIDIA B200", "NVIDIA L40S"])
     def gpu(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setattr(live_policy, "gpu_name", lambda: (request.param, "9.0"))
+        monkeypatch.setattr(live_policy, "gpu_name", lambda: (request.param, "8.9"))
         return str(request.param)
-
-    @staticmethod
-    def routed(requests: int, shared: int, own: int, kv_heads: int = 8, **settings: Any) -> tuple[Route, StepRouter]:
-        routes = step_router(ModelShape(32, kv_heads, 128), "flashinfer", **settings)
-        assert routes.may_change("decode")
-        paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
-        return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
 
     @pytest.mark.parametrize(
         ("requests", "shared", "own", "kv_heads", "expected"),
@@ -74,18 +69,20 @@ class TestWithoutAProfileForTheGpu:
         ],
     )
     def test_steps_go_by_the_conservative_rule(self, gpu, requests, shared, own, kv_heads, expected):
-        assert self.routed(requests, shared, own, kv_heads)[0] is expected
+        assert routed(requests, shared, own, kv_heads)[0] is expected
         of_triton = Route.STOCK if shared == 128 else expected  # reuse of 2 is too little there
         for route in ("auto", "conservative"):
-            assert self.routed(requests, shared, own, kv_heads, kernels="triton", route=route)[0] is of_triton
+            assert routed(requests, shared, own, kv_heads, kernels="triton", route=route)[0] is of_triton
 
     def test_it_is_said_with_a_warning_and_in_the_state(self, gpu: str, caplog: pytest.LogCaptureFixture) -> None:
-        _, routes = self.routed(64, 4096, 100)
+        _, routes = routed(64, 4096, 100)
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert f"no routing profile for {gpu}, so a decode step runs packed only if at least 64" in record.getMessage()
+        said = f"native kernels over flashinfer were not measured on a {gpu}, so a decode step runs packed only if at"
+        assert said in record.getMessage()
         state = routes.state()
         assert state["policy"] == "conservative"
-        assert (state["profile"], state["last"]) == (None, {"route": "packed", "packed_us": None, "stock_us": None})
+        assert state["rule"].startswith("at least 64 requests run")
+        assert state["last"] == {"route": "packed", "saved_mib": 1008.0, "kv_mib": 1049.0, "requests": 64}
 
     @pytest.mark.parametrize(
         ("route", "running", "requests", "expected"),
@@ -94,28 +91,22 @@ class TestWithoutAProfileForTheGpu:
             ("batch>=3", "batch>=3", 3, Route.PACKED),
             ("reuse>=2 and batch>=3", "reuse>=2 and batch>=3", 3, Route.PACKED),
             ("reuse>=2 and batch>=3", "reuse>=2 and batch>=3", 2, Route.STOCK),
-            ("cost and batch>=3", "conservative and batch>=3", 63, Route.STOCK),
-            ("cost and batch>=3", "conservative and batch>=3", 64, Route.PACKED),
+            ("auto and batch>=3", "conservative and batch>=3", 63, Route.STOCK),
+            ("auto and batch>=3", "conservative and batch>=3", 64, Route.PACKED),
         ],
     )
     def test_other_policies(self, gpu: str, route: str, running: str, requests: int, expected: Route) -> None:
-        taken, routes = self.routed(requests, 4096, 100, route=route)
+        taken, routes = routed(requests, 4096, 100, route=route)
         assert taken is expected
         state = routes.state()
         assert (state["setting"], state["policy"], state["last"]["route"]) == (route, running, expected.value)
 
-    def test_the_users_own_profile_is_used_on_any_gpu(self, gpu: str, tmp_path: Path) -> None:
-        path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 9.0}, kernels="native", backend="flashinfer_tc")
-        route, routes = self.routed(1, 16, 16, route_profile=path)
-        assert route is Route.PACKED
-        assert routes.state()["profile"] == "made by hand, commit none"
-
 
 @pytest.mark.parametrize(
     ("route", "requests", "expected"),
-    [("auto", 1, Route.PACKED), ("batch>=2", 1, Route.STOCK), ("cost and batch>=2", 2, Route.PACKED)],
+    [("auto", 1, Route.PACKED), ("batch>=2", 1, Route.STOCK), ("auto and batch>=2", 2, Route.PACKED)],
 )
-def test_on_a_cpu_without_a_profile_cost_is_no_condition(route: str, requests: int, expected: Route) -> None:
+def test_on_a_cpu_auto_is_no_condition(route: str, requests: int, expected: Route) -> None:
     routes = step_router(ModelShape(4, 2, 16, kv_bytes=4), "torch_native", kernels="cpu", route=route)
     assert routes.may_change("decode") == (route != "auto")
     paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * requests))
@@ -139,45 +130,3 @@ def test_each_microbatch_keeps_its_stock_route() -> None:
     for number, other in enumerate(others[1:], 2):
         assert kept(steady) == (number % STEPS_BETWEEN_PLANS != 0)
         assert not kept(other)
-
-
-class Group:
-    """Two tensor-parallel ranks in one process: what rank 0 sends is what rank 1 gets."""
-
-    world_size = 2
-    sent: Any = None
-
-    def __init__(self, rank: int) -> None:
-        self.rank_in_group = rank
-
-    def broadcast_object(self, obj: Any, src: int) -> Any:
-        assert src == 0
-        if self.rank_in_group == 0:
-            Group.sent = json.loads(json.dumps(obj))
-        return Group.sent
-
-
-def test_ranks_take_the_profiles_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def store(rank: int, **settings: Any) -> ProfileStore:
-        monkeypatch.setattr(rank_profiles, "_group", lambda: Group(rank))
-        return rank_profiles.profiles_of_ranks(Settings(**settings))
-
-    path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 9.0}, kernels="native", backend="flashinfer_tc")
-    first = store(0, route_profile=path)
-    second = store(1, route_profile="only on the other host.json")
-    assert second.profiles == first.profiles
-    with pytest.raises(ProfileError, match="cannot read the profile"):
-        store(0, route_profile="nowhere.json")
-    with pytest.raises(ProfileError, match=r"nowhere\.json: cannot read the profile"):
-        store(1, route_profile=path)
-
-
-def test_no_rank_waits_for_rank_0_whatever_fails_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(rank_profiles.ProfileStore, "read", fail)
-    for rank in (0, 1):
-        monkeypatch.setattr(rank_profiles, "_group", lambda rank=rank: Group(rank))
-        with pytest.raises(ProfileError, match="cannot read the profiles: MemoryError: no room"):
-            rank_profiles.profiles_of_ranks(Settings())

@@ -24,7 +24,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
-from sgl_prefix_attn.routing import conservative, verify
+from sgl_prefix_attn.routing import conservative, rule, verify
 from sgl_prefix_attn.settings import Settings, load_settings
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
@@ -226,10 +226,6 @@ def test_trtllm_mha_is_judged_as_at_a_start_and_its_packed_steps_are_marked(mode
     assert (decode.reason, decode.note) == (reason, trtllm_mha.TESTED if reason is None else "")
 
 
-def test_a_profile_that_no_policy_predicts_with_is_not_read(models: dict[str, Path]) -> None:
-    assert diagnosis(models["llama"], *NAME, PREFIXPACK_ROUTE="packed", PREFIXPACK_ROUTE_PROFILE="/nowhere").packs
-
-
 def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
     speculation = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
     found = diagnosis(models["llama"], *speculation, **WRAP)
@@ -273,9 +269,22 @@ def test_verify_steps_on_a_gpu_by_default(
 def test_the_rule_of_verify_steps_is_told(kernels: str, stock: str, route: str, note: str) -> None:
     facts = server_facts(model=torch.nn.ModuleList([RadixAttention(32, 128, 1.0, 8, 0)]))
     executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, why_stock=lambda mode: None)
-    settings = Settings(metrics=False, route=route, route_profile="no_file_of_decode_steps.json")
+    settings = Settings(metrics=False, route=route)
     answer = module._step(executor, settings, "verify", facts, stock)
     assert (answer.reason, answer.note) == (None, note)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stock", "note"),
+    [
+        ("native", "fa3", f"if {rule.RULES['fa3', 2]}"), ("triton", "fa3", f"if {conservative.rule('triton')}"),
+        ("native", "torch_native", ""), ("cpu", "torch_native", ""),
+    ],
+)  # fmt: skip
+def test_the_rule_of_decode_steps_is_told(kernels: str, stock: str, note: str) -> None:
+    facts = server_facts(model=torch.nn.ModuleList([RadixAttention(32, 128, 1.0, 8, 0)]))
+    executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, why_stock=lambda mode: None)
+    assert module._step(executor, Settings(metrics=False), "decode", facts, stock).note == note
 
 
 def test_pages_that_hold_all_layers() -> None:
@@ -352,7 +361,11 @@ class TestCommand:
             (["LLAMA", "--jsn"], {}, "--jsn; did you mean --json?"),
             (["--model-path", "/nowhere"], {}, "doctor: no such folder: /nowhere"),
             (["python -m sglang.launch_server --model-path $NO_SUCH > log"], {}, "NO_SUCH is not set here"),
-            (["LLAMA", *NAME, *CPU], {"PREFIXPACK_ROUTE_PROFILE": "/nowhere"}, "/nowhere: cannot read the profile"),
+            (
+                ["LLAMA", *NAME, *CPU],
+                {"PREFIXPACK_ROUTE_PROFILE": "/nowhere"},
+                "_ROUTE_PROFILE: there is no such setting",
+            ),
             (["LLAMA"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
         ],
     )

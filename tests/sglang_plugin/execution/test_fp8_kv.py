@@ -26,7 +26,9 @@ def make_fixture(mode: str = "decode", stock: str = "intel_amx", **options: Any)
 
 
 def gpu_fixture(**options: Any) -> GpuFixture:
-    return GpuFixture(SHARED, LENGTHS, **{"kv_dtype": E4M3, **options})
+    """Over a stock backend that knows scales."""
+    always = {"settings": Settings(metrics=False, route="packed"), "stock_backend": "flashinfer", "kv_dtype": E4M3}
+    return GpuFixture(SHARED, LENGTHS, **always | options)
 
 
 def give_scales(fixture: Fixture) -> Fixture:

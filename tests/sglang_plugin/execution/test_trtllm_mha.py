@@ -56,7 +56,8 @@ class Paged(GpuFixture):
 
     def __init__(self, *, xqa: bool = True, **options: Any) -> None:
         self._xqa = xqa
-        super().__init__(PATHS, LENGTHS, page=PAGE, stock_backend=trtllm_mha.NAME, **options)
+        settings = Settings(metrics=False, route="packed")
+        super().__init__(PATHS, LENGTHS, page=PAGE, stock_backend=trtllm_mha.NAME, settings=settings, **options)
 
     def make_stock(self) -> Any:
         stock = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)

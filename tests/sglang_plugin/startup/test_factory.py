@@ -169,10 +169,6 @@ class TestFactory:
         backend = create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert isinstance(backend, StockOnly) != packs
 
-    def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
-        with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
-            create_backend(new_runner(), Settings(metrics=False, route_profile="nowhere.json"))
-
     @pytest.mark.parametrize(
         ("chosen", "stock"),
         [("fa3", "fa3"), ("flashinfer", "flashinfer"), ("triton", "triton"), ("trtllm_mha", "triton"),

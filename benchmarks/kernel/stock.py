@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import Fixture
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import Fixture
 
 WORKSPACE_BYTES = 4 << 30
 BF16 = torch.bfloat16
@@ -33,9 +33,9 @@ def host_ints(values: object) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
 
 
-def paged(fixture: Fixture, page_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as pages: [pages, page_size, kv_heads, head_dim]."""
-    return fixture.k.unflatten(0, (-1, page_size)), fixture.v.unflatten(0, (-1, page_size))
+def paged(fixture: Fixture) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as pages of one slot: [slots, 1, kv_heads, head_dim]."""
+    return fixture.k[:, None], fixture.v[:, None]
 
 
 class Decode(Baseline):
@@ -69,23 +69,15 @@ class Fa3Call:
     """flash_attn_with_kvcache for groups of consecutive queries that see all of their group's table.
 
     Args:
-        table: int32 [groups, longest in pages] pages of page_size slots.
+        table: int32 [groups, longest] slots.
         bounds: [groups + 1] int32 query offsets; one query per group is plain decode.
         lens: [groups] int32 KV lengths.
         causal: as SGLang's decode passes it; the same result at one query per group.
     """
 
     def __init__(
-        self,
-        fixture: Fixture,
-        table: torch.Tensor,
-        bounds: torch.Tensor,
-        lens: torch.Tensor,
-        *,
-        causal: bool,
-        page_size: int = 1,
+        self, fixture: Fixture, table: torch.Tensor, bounds: torch.Tensor, lens: torch.Tensor, *, causal: bool
     ) -> None:
-        self.page_size = page_size
         self.fixture, self.table, self.bounds, self.lens, self.causal = fixture, table, bounds, lens, causal
         self.longest_query = int((bounds[1:] - bounds[:-1]).max())
         self.metadata: torch.Tensor | None = None
@@ -96,16 +88,16 @@ class Fa3Call:
         q_heads, kv_heads = self.fixture.heads
         self.metadata = get_scheduler_metadata(
             batch_size=len(self.lens), max_seqlen_q=self.longest_query,
-            max_seqlen_k=self.table.shape[1] * self.page_size, num_heads=q_heads, num_heads_k=kv_heads,
+            max_seqlen_k=self.table.shape[1], num_heads=q_heads, num_heads_k=kv_heads,
             headdim=self.fixture.head_dim, cache_seqlens=self.lens, qkv_dtype=torch.bfloat16,
-            cu_seqlens_q=self.bounds, page_size=self.page_size, causal=self.causal, num_splits=0,
+            cu_seqlens_q=self.bounds, page_size=1, causal=self.causal, num_splits=0,
         )  # fmt: skip
 
     def run(self, out: torch.Tensor) -> torch.Tensor:
         """Writes `out`; returns the natural-log lse, float32 [q_heads, queries]."""
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        k, v = paged(self.fixture, self.page_size)
+        k, v = paged(self.fixture)
         _, lse, *_ = flash_attn_with_kvcache(
             q=self.fixture.q, k_cache=k, v_cache=v, page_table=self.table, cache_seqlens=self.lens,
             cu_seqlens_q=self.bounds, max_seqlen_q=self.longest_query, softmax_scale=self.fixture.scale,
@@ -134,9 +126,7 @@ class Fa3(Baseline):
 
     def bind(self, fixture: Fixture) -> list[Any]:
         self.fixture = fixture
-        self.call = Fa3Call(
-            fixture, fixture.pages, single_queries(fixture), fixture.lens, causal=True, page_size=fixture.page_size
-        )
+        self.call = Fa3Call(fixture, fixture.table, single_queries(fixture), fixture.lens, causal=True)
         return ["metadata", "no metadata"]
 
     def use(self, option: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sgl_prefix_attn.calibration.kernels.baseline import Baseline
-from sgl_prefix_attn.calibration.kernels.fixture import Fixture
+from benchmarks.kernel.baseline import Baseline
+from benchmarks.kernel.fixture import Fixture
 from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.gpu import gpu_of, planner_model

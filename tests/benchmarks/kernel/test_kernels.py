@@ -14,15 +14,13 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.calibration.bench import DeviceLostError, cuda_kernels, measured_ways
-from sgl_prefix_attn.calibration.kernels import fixture, packed, stock, timing
+from benchmarks.kernel import fixture, packed, stock, timing
 from sgl_prefix_attn.core.gpu import H200
 from sgl_prefix_attn.workloads import draw
 from tests.sglang_plugin.gpu_fixture import HostStep
 from tests.support.reference import reference_attention
 
 CPU = torch.device("cpu")
-STOCKS = ["fa3", "flashinfer", "triton"]
 
 
 def attend(q: Any, k: Any, v: Any, slots: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> torch.Tensor:
@@ -147,73 +145,46 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 1), ("bf16", 16), ("fp8_e4m3", 1)])
+@pytest.mark.parametrize("kv_dtype", fixture.KV_DTYPES)
 @pytest.mark.parametrize("family", ["rollouts", "ragged"])
-def test_all_kernels_compute_the_same_batch(family: str, kv_dtype: str, page_size: int) -> None:
-    notes: list[str] = []
-    kernels = cuda_kernels(CPU, fixture.KV_DTYPES[kv_dtype], STOCKS, "native", notes.append)
-    assert [note.split(":")[0] for note in notes] == ["fa3 is left out"] * (kv_dtype != "bf16")
-    case = draw(3, family, (8, 2), 64, most_unique_bytes=1e6).with_pages(page_size)
-    pool = fixture.KvPool(case.slots(page_size) * 2 * 64, CPU, fixture.KV_DTYPES[kv_dtype])
-    tensors = fixture.Fixture(case, pool, CPU, page_size=page_size)
-    found = measured_ways(kernels, tensors, timing.Timer(CPU, flush_bytes=64), 3)
-    names = ["prefixpack", "flashinfer_decode_tc", "flashinfer_decode_cc", "triton", *(["fa3"] if not notes else [])]
-    assert found == {name: {"cold_us": 1000.0} for name in names}, "of the two events"
-    facts = kernels[0].facts()
+def test_all_kernels_compute_the_same_batch(family: str, kv_dtype: str) -> None:
+    kv_type = fixture.KV_DTYPES[kv_dtype]
+    ours = packed.PrefixPack(CPU)
+    others = [stock.Decode(CPU, True), stock.Decode(CPU, False), stock.TritonDecode(CPU), stock.Fa3(CPU)]
+    case = draw(3, family, (8, 2), 64, most_unique_bytes=1e6)
+    tensors = fixture.Fixture(case, fixture.KvPool(case.unique_tokens * 2 * 64, CPU, kv_type), CPU)
+    (expected,) = results(ours, tensors)
+    facts = ours.facts()
     assert sum(facts["tile_rows"].values()) == facts["items"] > 0
     assert case.unique_tokens // 2 < facts["kv_tokens_packed"] <= sum(case.seq_lens)
+    for other in others:
+        if kv_type in other.kv_dtypes:
+            for result in results(other, tensors):
+                assert fixture.relative_error(result, expected) < 0.02, other.name
+
+
+def results(kernel: Any, tensors: fixture.Fixture) -> list[torch.Tensor]:
+    """What a kernel computes, by each of its options."""
+    found = []
+    for option in kernel.bind(tensors):
+        kernel.use(option)
+        kernel.plan()
+        tensors.out.fill_(torch.nan)
+        found.append(kernel.run().clone())
+    kernel.release()
+    return found
 
 
 @pytest.mark.parametrize("kv_dtype", fixture.KV_DTYPES.values())
 def test_dense_attention_of_a_batch_is_the_reference(kv_dtype: torch.dtype) -> None:
     case = draw(3, "ragged", (8, 2), 64, most_unique_bytes=1e5)
-    tensors = fixture.Fixture(case, fixture.KvPool(case.slots(1) * 2 * 64, CPU, kv_dtype), CPU)
+    tensors = fixture.Fixture(case, fixture.KvPool(case.unique_tokens * 2 * 64, CPU, kv_dtype), CPU)
     expected, _ = reference_attention(
         tensors.q, tensors.k, tensors.v, req_to_token=tensors.table, req_pool_indices=tensors.rows,
         seq_lens=tensors.lens64, query_lens=torch.ones_like(tensors.lens64), scale=tensors.scale,
     )  # fmt: skip
     found = torch.stack([tensors.dense(request, block=7) for request in range(len(case.paths))])
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_what_fails_or_computes_something_else_has_no_time(gpu: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ValueError("no")
-
-    case = draw(3, "rollouts", (8, 2), 64, most_unique_bytes=1e6)
-    tensors = fixture.Fixture(case, fixture.KvPool(case.slots(1) * 2 * 64, CPU), CPU)
-    gpu.setattr(sys.modules["sgl_kernel.flash_attn"], "get_scheduler_metadata", fail)
-    gpu.setattr(stock.Decode, "plan", fail)
-    ours, *others = cuda_kernels(CPU, torch.bfloat16, STOCKS, "native", print)
-    others[-1].run = lambda: others[-1].fixture.out.fill_(2.0)
-    timer = timing.Timer(CPU, flush_bytes=64)
-    assert measured_ways([ours, *others], tensors, timer, 3) == {
-        "prefixpack": {"cold_us": 1000.0},
-        "fa3": {"cold_us": 1000.0},  # without its metadata
-        "flashinfer_decode_tc": {"failed": "ValueError: no"},
-        "flashinfer_decode_cc": {"failed": "ValueError: no"},
-        "triton": {"failed": "the result differs from ours"},
-    }
-    gpu.setattr(timer, "device_is_lost", lambda: True)
-    with pytest.raises(DeviceLostError, match="flashinfer_decode_tc: ValueError: no"):
-        measured_ways([ours, others[1]], tensors, timer, 3)
-    options, times = 3 * ours.bind(tensors), iter([[3.0], [1.0], [2.0]])
-    gpu.setattr(ours, "bind", lambda tensors: options)
-    with gpu.context() as fastest:
-        fastest.setattr(timer, "cold", lambda graph, replays: next(times))
-        assert measured_ways([ours], tensors, timer, 3)["prefixpack"] == {"cold_us": 1.0}
-    gpu.setattr(ours, "bind", lambda tensors: [])
-    assert measured_ways([ours], tensors, timer, 3)["prefixpack"]["failed"] == "the kernel does not take this batch"
-
-
-def test_packages_that_are_missing_are_said(gpu: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    gpu.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ValueError, match="none of the stock kernels flashinfer can run here"):
-        cuda_kernels(CPU, torch.bfloat16, ["flashinfer"], "native", notes.append)
-    assert [note.partition(" is left out: ModuleNotFoundError")[1] != "" for note in notes] == [True, True]
-    with pytest.raises(ValueError, match="the packed kernels cannot run here"):
-        cuda_kernels(CPU, torch.float32, STOCKS, "native", notes.append)
 
 
 def test_times_are_those_of_the_devices_clock(gpu: pytest.MonkeyPatch) -> None:

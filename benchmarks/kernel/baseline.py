@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture
+from benchmarks.kernel.fixture import KV_DTYPES, Fixture
 
 
 class Baseline(ABC):

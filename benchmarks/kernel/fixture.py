@@ -41,35 +41,29 @@ def pool_elements(cases: Iterable[Case]) -> int:
 
 
 class Fixture:
-    """Tensors of one case: the pages of the batch stand in random order in the front of the pool.
-
-    Args:
-        page_size: slots of a page; shared ranges of the case have whole pages.
+    """Tensors of one case: its slots stand in random order in the front of the pool.
 
     Attributes:
         table: int32 [requests, longest], KV slot of every position; also req_to_token, row r for request r.
         lens: int32 [requests]; lens64 the same as int64.
-        pages: int32 [requests, pages of the longest], page of each page_size positions.
         kv_indptr, kv_indices: int32, the table without its padding.
         out: bf16 [requests, q_heads, head_dim], poisoned before checks.
     """
 
-    def __init__(self, case: Case, pool: KvPool, device: torch.device, seed: int = 0, page_size: int = 1) -> None:
-        self.case, self.device, self.page_size = case, device, page_size
+    def __init__(self, case: Case, pool: KvPool, device: torch.device, seed: int = 0) -> None:
+        self.case, self.device = case, device
         self.heads: Heads = case.heads
         generator = torch.Generator(device).manual_seed(seed)
-        count = case.slots(page_size)
-        order = torch.randperm(count // page_size, generator=generator, device=device, dtype=torch.int32)
-        logical = torch.from_numpy(case.table(page_size)).to(device)
+        count = case.unique_tokens
+        order = torch.randperm(count, generator=generator, device=device, dtype=torch.int32)
+        logical = torch.from_numpy(case.table()).to(device)
         self.head_dim, self.scale = case.head_dim, case.head_dim**-0.5
         self.k, self.v = pool.view(count, case.heads[1], case.head_dim)
         self.kv_dtype = pool.k.dtype
         self.lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
         self.lens64 = self.lens.long()
         inside = torch.arange(logical.shape[1], device=device)[None] < self.lens[:, None]
-        slots = order[(logical // page_size).long()] * page_size + logical % page_size
-        self.table = torch.where(inside, slots, 0).to(torch.int32)
-        self.pages = (self.table[:, ::page_size] // page_size).contiguous()
+        self.table = torch.where(inside, order[logical.long()], 0).to(torch.int32)
         self.kv_indices = self.table[inside]
         self.kv_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int32)).to(device)
         self.rows = torch.arange(len(case.paths), device=device)
