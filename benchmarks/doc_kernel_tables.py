@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernel.gpu_drawn_report import FLOOR_US, family_of
-from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio, time_of
+from benchmarks.kernel.gpu_drawn_report import family_of
+from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio
 from sgl_prefix_attn.abtest.judge import Outcome, judge, outcomes
 from sgl_prefix_attn.routing.measured import read_results
-from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.routing.policy_names import parse
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -59,14 +58,14 @@ FAMILIES = {
     "committed": "fixed trees: those of PAT and FastTree, random forests, no sharing",
     "questions": "a system prompt, documents, questions on each document",
     "agents": "agents: shared instructions, histories of their own",
-    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, drawn lengths",
+    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, sampled lengths",
     "long_documents": "2 to 64 requests on documents of 8K to 256K tokens",
     "ragged": "nothing shared, uneven lengths",
 }
 
 
 def attention_gains(name: str) -> dict[str, tuple[float, float]]:
-    """By family: time of the fastest kernel that reads request by request, and of the fastest of all, over ours.
+    """By family: time of the fastest kernel with per-request reads, and of the fastest of all, over ours.
 
     Geometric means of 16-bit KV.
     """
@@ -98,21 +97,8 @@ def gains(name: str) -> Rows:
         yield (title, str(len(part)), f"{reuse[0]:.1f} to {reuse[2]:.1f}", *means, faster, behind, worst)
 
 
-BINS = (1.0, 1.01, 2.0, 4.0, 8.0, 16.0, math.inf)
-
-
-def gains_by_sharing(name: str) -> Rows:
-    """Gains of drawn batches by how often a position is read."""
-    yield ("sharing", "batches", "x per-request", "x best", "behind 2 %", "worst")
-    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
-    for low, high in itertools.pairwise(BINS):
-        part = [row for row in rows if low <= row["reuse"] < high]
-        title = "none" if high < 2 else f"above {low:.0f}" if high == math.inf else f"{low:.0f} to {high:.0f}"
-        yield (title, str(len(part)), *means_of(part), *losses_of(part))
-
-
 def means_of(rows: Sequence[Row]) -> list[str]:
-    """Geometric means of the times of the baselines over ours: of those that read request by request, and of all."""
+    """Geometric means of the times of the baselines over ours: of those with per-request reads, and of all."""
     both = (compared(rows, single_level(rows)), compared(rows))
     return [f"{statistics.geometric_mean(values):.2f}" for values in both]
 
@@ -161,44 +147,16 @@ LOADS = ((1, 8, "below 8 requests"), (8, 64, "8 to 63"), (64, math.inf, "64 and 
 
 
 def gains_by_load(name: str) -> Rows:
-    """Attention as the default policy routes it over fa3 alone, by sharing and running requests."""
+    """Attention, always packed, over fa3, by sharing and running requests, 16-bit KV."""
     yield ("sharing", *(title for _, _, title in LOADS))
-    routed = outcomes_of(name, "auto", "fa3")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
     for low, high, title in ((1, 1.01, "none"), (1.01, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
         cells = []
         for least, most, _ in LOADS:
-            part = [
-                each
-                for each in routed
-                if low <= each.case.step.tokens / each.case.step.unique_tokens < high
-                and least <= each.case.step.requests < most
-            ]
-            ratios = [each.stock_us / each.packed_us if each.route is Route.PACKED else 1.0 for each in part]
-            packed = sum(each.route is Route.PACKED for each in part)
-            gain = f"{statistics.geometric_mean(ratios):.2f}" if part else ""
-            cells.append(f"{gain} ({packed} of {len(part)} packed)" if part else "not drawn")
+            part = [row for row in rows if low <= row["reuse"] < high and least <= row["requests"] < most]
+            ratios = compared(part, {"fa3"})
+            cells.append(f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else "not sampled")
         yield (title, *cells)
-
-
-VERIFY = {4: ("1196418529", "3822321394"), 8: ("345987390", "3824783678")}
-
-
-def verify() -> Rows:
-    """Drawn verify steps by family, 4 and 8 drafts: cases, share of the floor, gain over FA3, losses."""
-    heads = ("cases", "of floor", "x fa3", "behind 10 %")
-    yield ("family", *(f"{drafts} drafts: {head}" if head == "cases" else head for drafts in VERIFY for head in heads))
-    rows = {n: [row for seed in seeds for row in read(f"verify_{n}_{seed}")["rows"]] for n, seeds in VERIFY.items()}
-    for family in (*FAMILIES, "**all**"):
-        cells = []
-        for n in VERIFY:
-            part = [row for row in rows[n] if family in (family_of(row), "**all**")]
-            ours = [time_of(row, OURS) or math.nan for row in part]
-            floors = [(row["limit_us"] + FLOOR_US) / us for row, us in zip(part, ours, strict=True)]
-            ratios = [(time_of(row, "fa3") or math.nan) / us for row, us in zip(part, ours, strict=True)]
-            behind = sum(value < 1 / 1.1 for value in ratios)
-            means = (f"{statistics.geometric_mean(values):.2f}" for values in (floors, ratios))
-            cells += [str(len(part)), *means, str(behind)]
-        yield (family, *cells)
 
 
 def outcomes_of(name: str, policy: str, stock: str, kv_bytes: int = 2) -> list[Outcome]:

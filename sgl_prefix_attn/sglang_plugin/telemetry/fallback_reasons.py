@@ -88,12 +88,14 @@ SPECULATIVE_TREE = _step(
     "Leave out the options of speculative decoding, or use topk 1, and measure.",
 )
 BEAM_ROWS = _step(
-    "beam_rows", "beam search adds rows that have no request of their own", "Nothing: beam search runs stock."
+    "beam_rows",
+    "beam search adds rows that have no request of their own",
+    "Nothing: beam search uses the stock backend.",
 )
 ITEM_MASKS = _step(
     "item_masks",
     "a prefill step of multi-item scoring (--enable-mis), whose items do not see each other",
-    "Nothing: such steps run stock.",
+    "Nothing: such steps use the stock backend.",
 )
 PLAN_TOO_LARGE = _step(
     "plan_too_large",
