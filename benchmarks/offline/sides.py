@@ -19,7 +19,7 @@ import psutil
 
 from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool
-from sgl_prefix_attn.offline.messages import Checked, Line, Planned, Refused
+from sgl_prefix_attn.offline.messages import Checked, Go, Line, Planned, Refused, Steps
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
 
@@ -81,13 +81,16 @@ class KeptEngines(EnginePool):
         self._kept = [] if self._engines[0].ready is None else lines
         return Checked([], {}) if self._kept else super().check(lines)
 
-    def plan(self) -> Iterator[Planned | Refused]:
+    def plan(self, go: Go) -> Iterator[Planned | Refused]:
         for line in self._kept:
             body = json.loads(line.text)["body"]
             tokens = np.array(body["prompt"], dtype=np.int32)
             yield Planned(line.number, tokens, body["max_tokens"], body["max_tokens"], 1)
         if not self._kept:
-            yield from super().plan()
+            yield from super().plan(go)
+
+    def finish(self) -> list[Steps]:
+        return []
 
     def __exit__(self, *exception: object) -> None:
         pass

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from sgl_prefix_attn.offline import token_batching
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
 from sgl_prefix_attn.offline.identity import job_identity
 from sgl_prefix_attn.offline.journal import JournalError, has_results, may_replace, unfinished
@@ -52,7 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="run the engines on the machines of this Ray cluster (without ADDRESS: the one this machine belongs to)",
     )
-    parser.add_argument("--window", type=int, default=512, metavar="N", help="requests an engine has at once (512)")
+    parser.add_argument(
+        "--window", type=int, metavar="N", help="requests an engine has at once (512; with mixed steps by memory)"
+    )
+    parser.add_argument(
+        "--token-batching",
+        choices=token_batching.CHOICES,
+        default="auto",
+        help="prefills and decodes in one step, and requests by memory (auto: on a GPU, where such steps run packed)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--server-args", default="", help="more arguments for SGLang, as one quoted string")
     parser.add_argument(
@@ -123,7 +132,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         raise UsageError("--model: expected a folder or a name")
     errors = args.errors or args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
     for name, value in (("--engines", args.engines), ("--window", args.window)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UsageError(f"{name} {value}: expected at least 1")
     if not args.input.is_file():
         raise UsageError(f"{args.input}: {'not a regular file' if args.input.exists() else 'no such file'}")
@@ -155,6 +164,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         engines=tuple(engines),
         ordered=args.ordered,
         window=args.window,
+        batching=args.token_batching,
         grouped=not args.no_grouping,
         overwrite=args.overwrite,
         job=job_identity(arguments, server.model_path),
@@ -234,5 +244,6 @@ def _report(summary: BatchSummary, options: BatchOptions) -> str:
             lines[-1] += (
                 f"; {summary.saving:.1%} of prompt tokens came from the cache, {summary.possible_saving:.1%} are shared"
             )
+    lines += token_batching.report(summary.engines, summary.window, summary.steps)
     lines += [f"SGLang has no field {name}: {count} requests ran without it" for name, count in summary.ignored.items()]
     return "\n".join(lines)

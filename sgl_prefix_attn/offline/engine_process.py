@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from sgl_prefix_attn.offline import token_batching
 from sgl_prefix_attn.offline.engines import EngineArguments
-from sgl_prefix_attn.offline.messages import Line, Outcome, Ready, Task, Unusable
+from sgl_prefix_attn.offline.messages import Go, Line, Outcome, Ready, Steps, Task, Unusable
+from sgl_prefix_attn.offline.queue_order import STEPS_KEY
 from sgl_prefix_attn.offline.sglang_requests import Handlers, RefusedError, check, reason
 from sgl_prefix_attn.settings import variable_name
 
@@ -52,8 +54,10 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
         return
     checked = check(lines)
     connection.send(checked)
-    if not connection.recv():
+    go: Go | None = connection.recv()
+    if go is None:
         return
+    server_args, unmixed = _mixed(arguments.arguments, server_args, go)
     wrong = {refused.number for refused in checked.refused}
     usable = [line for line in lines if line.number not in wrong]
     made: list[Handlers] = []
@@ -72,8 +76,10 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
 
     engine = PlanningEngine(server_args=server_args)
     try:
-        connection.send(_room(int(engine.tokenizer_manager.context_len), engine.get_server_info()))
+        connection.send(_ready(int(engine.tokenizer_manager.context_len), engine.get_server_info(), unmixed))
         engine.loop.run_until_complete(_serve(made[-1], connection))
+        with contextlib.suppress(OSError):  # nobody is there to read it
+            connection.send(_steps(engine.get_server_info()))
     finally:
         engine.shutdown()
 
@@ -106,12 +112,44 @@ def _server_args(arguments: Sequence[str]) -> Any:
         raise ValueError(f"--server-args: {error}") from error
 
 
-def _room(context: int, server: Mapping[str, Any]) -> Ready:
-    """Room for a prompt and its output."""
+def _mixed(arguments: Sequence[str], server_args: Any, go: Go) -> tuple[Any, str]:
+    """The arguments with steps that mix prefills and decodes, if the job is to have them, and else why it has none."""
+    if server_args.enable_mixed_chunk or go.batching == "off":
+        return server_args, "it was switched off"
+    if go.batching == "auto":
+        from sglang.srt.configs.model_config import ModelConfig
+
+        model = ModelConfig.from_server_args(server_args)
+        kv = server_args.kv_cache_dtype  # auto, bfloat16, fp8_e4m3 and others
+        kv_bytes = model.dtype.itemsize if kv == "auto" else 1 if kv.startswith("fp") else 2
+        if why_not := token_batching.why_not(server_args, model.head_dim, kv_bytes, go.shared):
+            return server_args, why_not
+    try:
+        return _server_args((*arguments, "--enable-mixed-chunk")), "SGLang does not mix with the engine's arguments"
+    except ValueError as error:  # SGLang's speculation has no such steps
+        return server_args, str(error)
+
+
+def _steps(server: Mapping[str, Any]) -> Steps:
+    """What the engine's schedulers have counted."""
+    return Steps(*map(sum, zip(*(state["steps"] for state in _told(server)), strict=True)))
+
+
+def _told(server: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What each scheduler tells of its steps; [] without our hooks, as with --no-grouping."""
+    return [state[STEPS_KEY] for state in server.get("internal_states", ()) if STEPS_KEY in state]
+
+
+def _ready(context: int, server: Mapping[str, Any], unmixed: str) -> Ready:
+    """Room for a prompt and its output, and what a step has."""
+    told = _told(server)
+    mixes = all(state["mixed"] for state in told) if told else server.get("enable_mixed_chunk")
+    chunk = max((state["chunk"] for state in told), default=0)
     # SGLang rounds the prompt up to whole pages, and keeps one more page: what does not fit is cut or never admitted.
     rounded = 2 * (int(server.get("page_size") or 1) - 1)
     pool = int(server["max_total_num_tokens"]) - rounded
-    return Ready(min(context, pool) - _KEPT_BACK, strict=rounded > 0 and pool < context)
+    strict = rounded > 0 and pool < context
+    return Ready(min(context, pool) - _KEPT_BACK, strict, pool, chunk, "" if mixes else unmixed)
 
 
 async def _serve(handlers: Handlers, connection: Connection) -> None:

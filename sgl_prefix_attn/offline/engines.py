@@ -1,8 +1,9 @@
 """Engines in processes of their own, and the messages to and from them.
 
 The process runs `main(connection, arguments)`: it takes `Line`s, sends what it has `Checked` of them, and waits for
-True. Then it sends what each of the rest means, some at a time, while the model loads, and `Ready`. From then on it
+`Go`. Then it sends what each of the rest means, some at a time, while the model loads, and `Ready`. From then on it
 takes `Task`s and sends an `Outcome` for each, in whatever order they end, until it gets None, which it may get earlier.
+After it has been `Ready` it sends `Steps` before it ends.
 Should this process die, the engines die with it.
 """
 
@@ -21,7 +22,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, Unusable, together
+from sgl_prefix_attn.offline.messages import (
+    Checked,
+    Go,
+    Line,
+    Outcome,
+    Planned,
+    Ready,
+    Refused,
+    Steps,
+    Task,
+    Unusable,
+    together,
+)
 
 _STOP_SECONDS = 10.0
 _LOG_LINES = 30
@@ -64,7 +77,7 @@ class Engines(Protocol):
             EngineError: an engine is gone.
         """
 
-    def plan(self) -> Iterator[Planned | Refused]:
+    def plan(self, go: Go) -> Iterator[Planned | Refused]:
         """Lets the models load, and says meanwhile what each line means that was not refused."""
 
     def wait_ready(self) -> list[Ready]:
@@ -82,6 +95,9 @@ class Engines(Protocol):
         Raises EngineError when an engine is gone and nothing has come: what others, or it itself, had finished is
         returned first.
         """
+
+    def finish(self) -> list[Steps]:
+        """Ends the engines, which have nothing left to do; what those have counted that say so in time."""
 
 
 class EngineError(RuntimeError):
@@ -119,7 +135,7 @@ class EnginePool:
             unless_all_start.push(self)
             for arguments in engines:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))
+                process = context.Process(target=_engine_process, args=(main, theirs, arguments))
                 # Ctrl-C would end the child with a traceback before it ignores the signal; it inherits the mask.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
@@ -160,9 +176,9 @@ class EnginePool:
             answers.append(answer)
         return together(answers)
 
-    def plan(self) -> Iterator[Planned | Refused]:
+    def plan(self, go: Go) -> Iterator[Planned | Refused]:
         for engine in self._engines:
-            self._send(engine, True)
+            self._send(engine, go)
         while left := {engine.connection: engine for engine in self._engines if engine.to_plan}:
             for connection in wait(list(left)):
                 engine = left[connection]  # type: ignore[index]
@@ -196,6 +212,15 @@ class EnginePool:
             raise gone
         return outcomes
 
+    def finish(self) -> list[Steps]:
+        steps = []
+        for engine in self._engines:
+            with contextlib.suppress(EngineError):  # all results are there
+                self._send(engine, None)
+                if engine.connection.poll(_STOP_SECONDS):
+                    steps.append(self._receive(engine))
+        return steps
+
     def _drain(self, engine: _Engine, outcomes: list[Outcome]) -> None:
         """Adds what an engine has sent. Requires that something has arrived."""
         while True:
@@ -228,8 +253,8 @@ class EnginePool:
         )
 
 
-def _engine_process(main: EngineMain, connection: Connection, arguments: EngineArguments, parent: int) -> None:
-    die_with(parent)
+def _engine_process(main: EngineMain, connection: Connection, arguments: EngineArguments) -> None:
+    die_with_parent()
     take_descendants_along()
     # Ctrl-C reaches the whole foreground group; the parent tells its engines what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -242,12 +267,13 @@ def _engine_process(main: EngineMain, connection: Connection, arguments: EngineA
     main(connection, arguments)
 
 
-def die_with(parent: int) -> None:
-    """This process is killed as soon as the one that started it, `parent`, is gone (Linux)."""
+def die_with_parent() -> None:
+    """This process, a child of multiprocessing, is killed as soon as the one that started it is gone (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended before the call
         os._exit(1)
 
 

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ import orjson
 _VERSION = 2
 # Start of every header.
 _HEADER = b'{"version":2,"input_sha256":"'
-# Start of the line that a run with another errors file than the header's writes.
-_ERRORS = b'{"errors":'
+_ERRORS_FILE = "the errors file"
 
 
 class JournalError(Exception):
@@ -51,15 +49,13 @@ class Journal:
 
     Args:
         source: the input file.
-        errors: the errors file of this run; a later run may replace it.
-        kept: files that only the job that they belong to may replace: a new job is refused if one exists, and a job
-            that goes on if its errors file is one that it has not had yet.
+        errors: the errors file of the job, which a later run may replace.
+        kept: files that only the job that they belong to may replace: a new job is refused if one exists.
         job: what else a run has to have in common with those before it, by the name that an error gives it.
         anew: discards the results of a journal, whoever wrote it.
 
     Attributes:
         finished: lines of the input that are finished.
-        created: start of the job's first run, in seconds since 1970.
 
     Raises:
         JournalError: the journal belongs to another run, is damaged, or is in use by a running process.
@@ -78,16 +74,15 @@ class Journal:
         anew: bool = False,
     ) -> None:
         self.path = path
-        self._errors = None if errors is None else _name(errors)
         self._kept = kept
         self._anew = anew
         self.finished: set[int] = set()
         self._fd = self._locked()
-        self.created = 0
         if os.path.isdir(model):
             model = os.path.normpath(model)  # with a slash at its end it is the same
         try:
-            self._open(_digest(source), model, dict(job or {}))
+            of_errors = {} if errors is None else {_ERRORS_FILE: _name(errors)}
+            self._open(_digest(source), model, {**of_errors, **(job or {})})
         except BaseException:
             os.close(self._fd)
             raise
@@ -103,8 +98,7 @@ class Journal:
         with self.path.open("rb") as file:
             offset = len(file.readline())
             for text in file:
-                if not _is_errors_line(text):
-                    yield offset, self._finished(text, offset)
+                yield offset, self._finished(text, offset)
                 offset += len(text)
 
     def read_at(self, offsets: Sequence[int]) -> Iterator[Finished]:
@@ -149,52 +143,42 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _open(self, digest: str, model: str, job: dict[str, str]) -> None:
-        end = 0 if self._anew else self._whole_lines()
-        if not self._anew and _is_whole(os.pread(self._fd, os.fstat(self._fd).st_size - end, end)[:-1] + b"\n"):
-            raise self._damaged("its last byte", b"")  # a torn line lacks more than that
-        if end == 0:
-            torn = os.pread(self._fd, len(_HEADER), 0)
-            if not _HEADER.startswith(torn):
-                raise self._damaged("line 1", torn)
-            os.ftruncate(self._fd, 0)
-            try:
-                _refuse_existing(self._kept)
-            except FileExistsError:
-                self.remove()  # or the next run would take the existing files for its own
-                raise
-            self._start(digest, model, job)
-            return
+        start = os.pread(self._fd, len(_HEADER), 0)
+        if not _HEADER.startswith(start):
+            raise self._damaged("line 1", start)
+        header: dict[str, Any] = {}
+        end = 0
         with self.path.open("rb") as file:
-            header = self._parsed(file.readline(), "line 1")
-            wrong = _difference(header, {"input_sha256": digest, "model": model, "job": job})
-            # A run without results, because of an error in its input or model, has nothing to lose.
-            empty = file.tell() == end
-            if empty and (wrong is not None or header.get("errors") != self._errors):
-                _refuse_existing(path for path in self._kept if wrong is not None or _name(path) == self._errors)
-                os.ftruncate(self._fd, 0)
-                self._start(digest, model, job)
-                return
-            if wrong is not None:
-                raise JournalError(f"{self.path} was written {wrong}; --restart starts anew, or choose another output")
-            self.created = header["created"]
-            for number, text in enumerate(file, 2):
+            for number, text in enumerate(() if self._anew else file, 1):
                 if not text.endswith(b"\n"):
+                    if _is_whole(text[:-1] + b"\n"):  # a torn line lacks more than that
+                        raise self._damaged("its last byte", b"")
                     break
                 entry = self._parsed(text, f"line {number}")
-                if not _is_errors_line(text):
+                if number == 1:
+                    header = entry
+                else:
                     self.finished.add(entry["line"])
-        os.ftruncate(self._fd, end)
-        if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
-            _refuse_existing(path for path in self._kept if _name(path) == self._errors)
-            self._write(_sealed({"errors": self._errors}))
+                end += len(text)
+        wrong = _difference(header, {"input_sha256": digest, "model": model, "job": job}) if header else None
+        if wrong is not None and self.finished:
+            raise JournalError(f"{self.path} was written {wrong}; --restart starts anew, or choose another output")
+        # A run without results, because of an error in its input or model, has nothing to lose.
+        if header and wrong is None:
+            os.ftruncate(self._fd, end)
+            return
+        try:
+            _refuse_existing(self._kept)
+        except FileExistsError:
+            if not header:
+                self.remove()  # or the next run would take the existing files for its own
+            raise
+        os.ftruncate(self._fd, 0)
+        self._start(digest, model, job)
 
     def _start(self, digest: str, model: str, job: dict[str, str]) -> None:
         """Writes the header to the empty file."""
-        self.created = int(time.time())
-        new: dict[str, Any] = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
-        if self._errors is not None:
-            new["errors"] = self._errors
-        self._write(_sealed({**new, "job": job}))
+        self._write(_sealed({"version": _VERSION, "input_sha256": digest, "model": model, "job": job}))
         _sync_folder(self.path)
 
     def _parsed(self, text: bytes, where: str) -> dict[str, Any]:
@@ -215,17 +199,6 @@ class Journal:
         what = f"{self.path}, {where}: not what a batch wrote there"
         return JournalError(f"{what}; delete the file to start anew, or choose another output")
 
-    def _whole_lines(self) -> int:
-        """Bytes up to the last line end; a torn line may come after it."""
-        end, block = os.fstat(self._fd).st_size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-        return 0
-
 
 def _refuse_existing(paths: Iterable[Path]) -> None:
     for path in paths:
@@ -234,11 +207,14 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def may_replace(journal: Path, errors: Path) -> bool:
-    """Whether `errors` is an errors file of the job with this journal. True for a journal that names no errors file."""
-    if not journal.exists():
+    """Whether `errors` is the errors file of the job with this journal. Opening a damaged one gives the error."""
+    try:
+        with journal.open("rb") as file:
+            return bool(orjson.loads(file.readline())["job"].get(_ERRORS_FILE) == _name(errors))
+    except FileNotFoundError:
         return False
-    files = _errors_files(journal)
-    return files is None or _name(errors) in files
+    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
+        return True
 
 
 def has_results(journal: Path) -> bool:
@@ -248,20 +224,6 @@ def has_results(journal: Path) -> bool:
             return any(text.startswith(b'{"line":') and text.endswith(b"\n") for text in file)
     except OSError:
         return False
-
-
-def _errors_files(journal: Path) -> list[str] | None:
-    """The errors files of a job's runs; None if the journal names none."""
-    with journal.open("rb") as file:
-        try:
-            found = [orjson.loads(file.readline())["errors"]]
-            return found + [orjson.loads(text)["errors"] for text in file if _is_errors_line(text)]
-        except (orjson.JSONDecodeError, TypeError, KeyError):  # incomplete or damaged: opening it gives the error
-            return None
-
-
-def _is_errors_line(text: bytes) -> bool:
-    return text.startswith(_ERRORS) and text.endswith(b"\n")
 
 
 def _name(path: Path) -> str:
@@ -333,14 +295,10 @@ def _difference(header: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest_310(file)
-
-
-def _digest_310(file: Any) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 

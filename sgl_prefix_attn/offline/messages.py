@@ -77,16 +77,44 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Go:
+    """The model is to load.
+
+    Attributes:
+        batching: a choice of token_batching.py.
+        shared: share of the prompts' text that an earlier prompt begins with.
+    """
+
+    batching: str = "off"
+    shared: float = 0.0
+
+
+@dataclass(frozen=True)
 class Ready:
     """An engine takes requests.
 
     Attributes:
         room: most tokens that a prompt and its output can have together.
         strict: whether the engine would never start a request that may need more. Else it cuts the output.
+        pool: tokens of its KV pool.
+        chunk: most tokens of a step with a prefill.
+        unmixed: why such a step has no decodes; "" if it has.
     """
 
     room: int
     strict: bool = False
+    pool: int = 0
+    chunk: int = 0
+    unmixed: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of the model that an engine has counted, their tokens, and how many had nearly a chunk of tokens."""
+
+    count: int = 0
+    tokens: int = 0
+    full: int = 0
 
 
 @dataclass(frozen=True)

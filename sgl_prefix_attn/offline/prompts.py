@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,8 +9,6 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-
-_MAX_TOKEN = 2**31 - 1
 
 
 class Prompts:
@@ -33,12 +30,10 @@ class Prompts:
         self.offsets = offsets
 
     @classmethod
-    def from_lists(cls, prompts: Iterable[Sequence[int]]) -> Prompts:
-        """Raises ValueError for a token that is no whole number from 0 to 2^31 - 1, naming prompt and token."""
-        builder = PromptsBuilder()
-        for prompt in prompts:
-            builder.append(prompt)
-        return builder.finish()
+    def from_lists(cls, prompts: Iterable[Sequence[int] | Int32Array]) -> Prompts:
+        """Prompts one by one; each is copied. Raises OverflowError for a token that 32 bits do not hold."""
+        arrays = [np.zeros(0, np.int32), *(np.asarray(prompt, np.int32) for prompt in prompts)]
+        return cls(np.concatenate(arrays), np.cumsum([len(array) for array in arrays], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -50,39 +45,3 @@ class Prompts:
     def lengths(self) -> Int64Array:
         """[prompts] tokens of each prompt."""
         return np.diff(self.offsets)
-
-
-class PromptsBuilder:
-    """Collects prompts one by one; 4 bytes a token."""
-
-    def __init__(self) -> None:
-        self._tokens = array("i")
-        self._offsets = array("q", [0])
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def append(self, prompt: Sequence[int]) -> None:
-        """Raises ValueError for a token that is no whole number from 0 to 2^31 - 1; nothing is added then."""
-        before = len(self._tokens)
-        try:
-            self._tokens.extend(prompt)
-        except (TypeError, OverflowError):
-            bad = next(token for token in prompt if not isinstance(token, int) or not 0 <= token <= _MAX_TOKEN)
-        else:
-            added = np.frombuffer(self._tokens, dtype=np.int32)[before:]
-            if added.size == 0 or added.min() >= 0:
-                self._offsets.append(before + added.size)
-                return
-            bad = int(added.min())
-            del added  # a view locks the array's size
-        del self._tokens[before:]
-        raise ValueError(f"prompt {len(self)}: token {bad!r} is no whole number from 0 to {_MAX_TOKEN}")
-
-    def finish(self) -> Prompts:
-        """The prompts so far, without a copy; the builder takes no more after that."""
-        tokens = np.frombuffer(self._tokens, dtype=np.int32)
-        tokens.setflags(write=False)
-        offsets = np.frombuffer(self._offsets, dtype=np.int64)
-        offsets.setflags(write=False)
-        return Prompts(tokens, offsets)

@@ -16,6 +16,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 # Key in a request's custom_params whose value is its encoded Place.
 CUSTOM_PARAMETER = "prefixpack_offline"
+# Key in a scheduler's state. Its value has `steps` ([count, tokens, full ones]), `chunk`, and whether they are `mixed`.
+STEPS_KEY = "prefixpack_steps"
 # A shorter common prefix is not worth waiting for: computing it again takes less than a step. SGLang's in-batch prefix
 # caching has the same threshold.
 WORTH_WAITING_FOR = 32

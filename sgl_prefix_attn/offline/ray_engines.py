@@ -6,11 +6,12 @@ uses this die, Ray ends its actors, and the engines die with them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, EnginePool
-from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, together
+from sgl_prefix_attn.offline.messages import Checked, Go, Line, Outcome, Planned, Ready, Refused, Steps, Task, together
 from sgl_prefix_attn.offline.temporary import RemovedAtEnd
 
 _WAIT_SECONDS = 10.0  # an actor's answer about outcomes, at the latest
@@ -57,8 +58,8 @@ class _Actor:
     def check(self, lines: Sequence[Line]) -> Checked:
         return self._pool.check(lines)
 
-    def plan(self) -> list[Planned | Refused]:
-        return list(self._pool.plan())
+    def plan(self, go: Go) -> list[Planned | Refused]:
+        return list(self._pool.plan(go))
 
     def wait_ready(self) -> Ready:
         return self._pool.wait_ready()[0]
@@ -73,6 +74,9 @@ class _Actor:
 
     def outcomes(self, submitted: None) -> list[Outcome]:
         return self._pool.outcomes(_WAIT_SECONDS)
+
+    def finish(self) -> list[Steps]:
+        return self._pool.finish()
 
     def stop(self) -> None:
         self._pool.__exit__()
@@ -133,8 +137,8 @@ class RayEnginePool:
         calls = [actor.check.remote(lines[number :: len(self)]) for number, actor in enumerate(self._actors)]
         return together([self._get(number, call) for number, call in enumerate(calls)])
 
-    def plan(self) -> Iterator[Planned | Refused]:
-        calls = [actor.plan.remote() for actor in self._actors]
+    def plan(self, go: Go) -> Iterator[Planned | Refused]:
+        calls = [actor.plan.remote(go) for actor in self._actors]
         for number, call in enumerate(calls):
             yield from self._get(number, call)
 
@@ -171,6 +175,13 @@ class RayEnginePool:
         if self._gone is not None and not outcomes:
             raise self._gone
         return outcomes
+
+    def finish(self) -> list[Steps]:
+        steps: list[Steps] = []
+        for number, call in enumerate([actor.finish.remote() for actor in self._actors]):
+            with contextlib.suppress(EngineError):  # all results are there
+                steps += self._get(number, call)
+        return steps
 
     def _get(self, number: int, call: Any) -> Any:
         try:

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from sgl_prefix_attn.offline import token_batching
 from sgl_prefix_attn.offline.answers import failure, success
 from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, StartEngines
 from sgl_prefix_attn.offline.job_plan import JobPlan, Work
 from sgl_prefix_attn.offline.journal import Finished, Journal, check_writable, write_lines
-from sgl_prefix_attn.offline.messages import Line, Outcome, Planned, Refused, Task
+from sgl_prefix_attn.offline.messages import Go, Line, Outcome, Planned, Ready, Refused, Steps, Task
 from sgl_prefix_attn.offline.progress import Progress
-from sgl_prefix_attn.offline.prompts import PromptsBuilder
+from sgl_prefix_attn.offline.prompts import Prompts
 
 _POLL_SECONDS = 0.5
 _LAST_TOKEN = 2**31 - 1
@@ -39,8 +40,9 @@ class BatchOptions:
         model: name of the model.
         engines: arguments of each engine.
         ordered: output in the order of the input, else as requests finish.
-        window: requests an engine has at once. More let it fill its batch, fewer let estimates of output lengths
-            come in time to order the rest.
+        window: requests an engine has at once; None: as token_batching.py says. More let it fill its batch, fewer let
+            estimates of output lengths come in time to order the rest.
+        batching: a choice of token_batching.py.
         grouped: False leaves order and admission to SGLang (for comparison).
         overwrite: a new job may replace an existing output and errors file.
         job: what the runs of a job have in common besides the batch file and the model's name (see `Journal`).
@@ -53,7 +55,8 @@ class BatchOptions:
     model: str
     engines: tuple[EngineArguments, ...]
     ordered: bool = False
-    window: int = 512
+    window: int | None = None
+    batching: str = "off"
     grouped: bool = True
     overwrite: bool = False
     job: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +85,9 @@ class BatchSummary:
         shared_tokens: of the same, tokens that an earlier prompt begins with too.
         ignored: fields of bodies that SGLang does not know, and in how many requests.
         seconds: first request to last answer.
+        steps: what engines have counted.
+        engines: what each said when it was ready.
+        window: requests that each had at once.
     """
 
     requests: int = 0
@@ -94,6 +100,9 @@ class BatchSummary:
     shared_tokens: int = 0
     seconds: float = 0.0
     ignored: dict[str, int] = field(default_factory=dict)
+    steps: Sequence[Steps] = ()
+    engines: Sequence[Ready] = ()
+    window: int = 0
 
     @property
     def saving(self) -> float:
@@ -151,10 +160,15 @@ def run_batch(
         lines.errors = [error for error in lines.errors if error.line not in journal.finished]
         if remaining:
             with start(main, options.engines) as pool, progress:
-                requests, work = _prepare(remaining, pool, lines.errors, summary, progress)
+                requests, work = _prepare(options, remaining, pool, lines.errors, summary, progress)
                 if work is not None:
                     plan = JobPlan(work, len(pool), secrets.token_hex(16), grouped=options.grouped)
-                    _run(plan, requests, pool, options, journal, progress, summary)
+                    tokens = plan.tree.unique_tokens / len(requests) + float(plan.decode_tokens().mean())
+                    summary.window = options.window or token_batching.window(summary.engines, tokens)
+                    for told in token_batching.report(summary.engines, summary.window, ()):
+                        progress.say(told)
+                    _run(plan, requests, pool, journal, progress, summary)
+                    summary.steps = pool.finish()
         summary.failed = _write(options, journal, lines)
         journal.remove()
     finally:
@@ -184,7 +198,12 @@ def _read(source: Path) -> _Lines:
 
 
 def _prepare(
-    requests: Sequence[BatchRequest], pool: Engines, errors: list[LineError], summary: BatchSummary, progress: Progress
+    options: BatchOptions,
+    requests: Sequence[BatchRequest],
+    pool: Engines,
+    errors: list[LineError],
+    summary: BatchSummary,
+    progress: Progress,
 ) -> tuple[list[BatchRequest], Work | None]:
     """Has the engines check and plan the requests, and leaves out those that cannot run. No work if none is left."""
     by_line = {request.line: request for request in requests}
@@ -199,7 +218,8 @@ def _prepare(
     summary.ignored = dict(checked.ignored)
     planned: dict[int, Planned] = {}
     if by_line:
-        for plan in progress.over(pool.plan(), "reading prompts", len(by_line)):
+        shared = token_batching.shared_part(request.text for request in by_line.values())
+        for plan in progress.over(pool.plan(Go(options.batching, shared)), "reading prompts", len(by_line)):
             if isinstance(plan, Refused):
                 refuse(plan)
             else:
@@ -207,7 +227,7 @@ def _prepare(
     if not planned:
         return [], None
     progress.say("loading the model")
-    engines = pool.wait_ready()
+    summary.engines = engines = pool.wait_ready()
     room, strict = min(ready.room for ready in engines), any(ready.strict for ready in engines)
     for plan in planned.values() if strict else ():
         length = 0 if plan.tokens is None else len(plan.tokens)
@@ -219,21 +239,21 @@ def _prepare(
 
 def _work(requests: Sequence[BatchRequest], planned: dict[int, Planned], room: int, *, strict: bool) -> Work:
     """The work of these requests; what is planned of them is used up."""
-    builder, apart = PromptsBuilder(), {"": 0}
+    prompts, apart = [], {"": 0}
     tasks, alone, numbers = [], set(), []
     for number, request in enumerate(requests):
         plan = planned.pop(request.line)
-        tokens = [] if plan.tokens is None else plan.tokens.tolist()
+        tokens = np.zeros(1, np.int32) if plan.tokens is None else plan.tokens
         if plan.tokens is None:
             alone.add(number)
-        if key := apart.setdefault(plan.apart if tokens else str(number), len(apart)):
-            tokens[:1] = [_LAST_TOKEN - key]
-        builder.append(tokens)
+        if key := apart.setdefault(str(number) if plan.tokens is None else plan.apart, len(apart)):
+            tokens = np.append(np.int32(_LAST_TOKEN - key), tokens[1:])
+        prompts.append(tokens)
         left = max(0, room - len(tokens))
         numbers.append((left if plan.limit is None else min(left, plan.limit), plan.minimum, plan.samples))
         tasks.append(Task(number, request.url, request.text, left if strict and plan.limit is None else None))
     limits, minimums, samples = np.array(numbers, dtype=np.int64).T.copy()
-    return Work(tasks, builder.finish(), limits, minimums, samples, frozenset(alone))
+    return Work(tasks, Prompts.from_lists(prompts), limits, minimums, samples, frozenset(alone))
 
 
 def _too_long(plan: Planned, length: int, room: int) -> Refused:
@@ -246,7 +266,6 @@ def _run(
     plan: JobPlan,
     requests: Sequence[BatchRequest],
     pool: Engines,
-    options: BatchOptions,
     journal: Journal,
     progress: Progress,
     summary: BatchSummary,
@@ -257,7 +276,7 @@ def _run(
     left = len(requests)
     while left:
         for engine, queue in enumerate(plan.queues):
-            while pool.outstanding(engine) < options.window and (task := queue.next()) is not None:
+            while pool.outstanding(engine) < summary.window and (task := queue.next()) is not None:
                 pool.submit(engine, task)
         outcomes = pool.outcomes(_POLL_SECONDS)
         if outcomes:

@@ -66,8 +66,8 @@ def check(lines: Sequence[Line]) -> Checked:
         if request.stream:
             refused.append(Refused(line.number, _INVALID, "body.stream: a batch file has whole answers; leave it away"))
             continue
-        if not 1 <= request.n <= _MOST_SAMPLES:  # SGLang copies the prompt so many times
-            refused.append(Refused(line.number, _INVALID, f"body.n = {request.n}: expected 1 to {_MOST_SAMPLES}"))
+        if request.n > _MOST_SAMPLES:  # SGLang copies the prompt so many times
+            refused.append(Refused(line.number, _INVALID, f"body.n = {request.n}: expected at most {_MOST_SAMPLES}"))
             continue
         fields = type(request).model_fields
         ignored.update(
@@ -131,7 +131,8 @@ class Handlers:
         for prompt in prompts:
             _check_numbers(prompt, int(self._manager.model_config.vocab_size))
         sampling = prompts[0].sampling_params
-        limit, samples = sampling.max_new_tokens, len(prompts) * sampling.n
+        limit = sampling.max_new_tokens
+        samples = len(prompts) * max(1, sampling.n)  # SGLang takes a negative number for one
         minimum = _INT32_MAX if sampling.ignore_eos else sampling.min_new_tokens
         if has_media or len(prompts) > 1:  # several share the request's sampling parameters, and so would its place
             return Planned(line.number, None, limit, minimum, samples)

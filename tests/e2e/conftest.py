@@ -164,7 +164,7 @@ def stock_server(launch: Launch) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def packed(launch: Launch) -> Iterator[Server]:
-    """The backend under test, with SGLang's default schedule and without a routing profile."""
+    """The backend under test, with SGLang's default schedule."""
     with launch(BACKEND) as server:
         yield server
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn.demo.server import ServerProcess
 from sgl_prefix_attn.offline.runner import journal_of
+from tests.support import forked_server
+
+RUN_SECONDS = 400
+ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def line(number: int, prompt: Any, **body: Any) -> dict[str, Any]:
@@ -55,3 +63,19 @@ def finished(output: Path) -> int:
     """Requests in the journal."""
     journal = journal_of(output)
     return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
+
+
+def run_forked(module: str, source: Path, output: Path, *more: str, environment: Mapping[str, str] = ON_A_CPU) -> str:
+    """What `python -m MODULE batch IN OUT ...` says, with processes that are forks of one that has imported SGLang."""
+    log = output.with_suffix(".log")
+    start_forked(module, ["batch", str(source), str(output), *more], log, environment).wait(RUN_SECONDS)
+    return log.read_text()
+
+
+def start_forked(
+    module: str, words: Sequence[str], log: Path, environment: Mapping[str, str] = ON_A_CPU
+) -> ServerProcess:
+    with log.open("wb") as file:
+        return forked_server.start(
+            [sys.executable, "-m", module, *words], {**os.environ, **ON_A_CPU, **environment}, file
+        )

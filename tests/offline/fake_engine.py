@@ -20,7 +20,7 @@ import numpy as np
 
 from sgl_prefix_attn.offline.answers import Answer
 from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, StartEngines
-from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task
+from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Steps, Task
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
 from tests.offline.killed_batch import die_at
 
@@ -78,6 +78,7 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
             while open_for_more and (connection.poll(0 if held else None) or not held):
                 task = connection.recv()
                 if task is None:
+                    connection.send(Steps(2, 10, 1))
                     return
                 held.append(task)
             task = held.pop(rng.randrange(min(8, len(held))))

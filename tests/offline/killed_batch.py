@@ -1,8 +1,8 @@
-"""`python -m tests.offline.killed_batch LINES SEED batch ...`: the batch command, killed by its own hand.
+"""`python -m tests.offline.killed_batch LINES SEED FOLDER batch ...`: the batch command, killed by its own hand.
 
-SIGKILL comes up to 50 ms after LINES more requests have finished, the last of them on disk or not; until then both this
-process and the engine work on, but no more gets on disk. Whoever else sends the signal may come too late: the machine
-is fast, or it did not get to run.
+Its temporary files are in FOLDER. SIGKILL comes up to 50 ms after LINES more requests have finished, the last of them
+on disk or not; until then both this process and the engine work on, but no more gets on disk. Whoever else sends the
+signal may come too late: the machine is fast, or it did not get to run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -52,4 +53,5 @@ def wait_for_death(*_: object) -> NoReturn:
 
 if __name__ == "__main__":
     die_at(int(sys.argv[1]), random.Random(int(sys.argv[2])))
-    sys.exit(main(sys.argv[3:]))
+    tempfile.tempdir = sys.argv[3]
+    sys.exit(main(sys.argv[4:]))

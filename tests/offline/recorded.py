@@ -1,7 +1,7 @@
 """Notes what SGLang sends to its scheduler: of each request its id, prompt tokens and sampling parameters.
 
-`python -m tests.offline.recorded ARGUMENTS` is `sglang.launch_server` with that; `main` is the engine of a batch with
-it. The file is named by the variable RECORD.
+`python -m tests.offline.recorded ARGUMENTS` is `sglang.launch_server` with that, or the batch command, if the first of
+them is `batch`. The file is named by the variable RECORD.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn import __main__ as commands
 from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.engines import EngineArguments
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER
 
-RECORD = "TEST_RECORD"
+RECORD = "PYTEST_RECORD"
+
+
+engine_main = engine_process.main
 
 
 def main(connection: Connection, arguments: EngineArguments) -> None:
+    """The engine of a batch."""
     install()
-    engine_process.main(connection, arguments)
+    engine_main(connection, arguments)
 
 
 def install() -> None:
@@ -54,5 +60,8 @@ def read(path: Path) -> dict[str, tuple[list[int], dict[str, str]]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "batch":
+        engine_process.main = main
+        sys.exit(commands.main(sys.argv[1:]))
     install()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from sgl_prefix_attn.offline import engine_process
 from sgl_prefix_attn.offline.answers import Answer
 from sgl_prefix_attn.offline.batch_file import CHAT
-from sgl_prefix_attn.offline.messages import Line, Outcome, Planned, Ready, Refused, Task
+from sgl_prefix_attn.offline.messages import Line, Outcome, Planned, Refused, Task
 from sgl_prefix_attn.offline.sglang_requests import Handlers, RefusedError
 
 FULL = RefusedError("The request queue is full.")
@@ -84,7 +84,9 @@ def test_whatever_the_engine_raises_is_the_requests_error(error, message):
     assert outcomes(GivesUp(error)) == [Outcome(0, None, message)]
 
 
-@pytest.mark.parametrize("error", [ValueError("no template"), Panic("no template")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no template"), Panic("no template"), asyncio.CancelledError("no template")]
+)
 def test_a_line_that_cannot_be_planned_does_not_end_the_others(error, monkeypatch):
     async def plan(self: Handlers, line: Line) -> Planned:
         if line.number == 1:
@@ -113,7 +115,7 @@ def test_requests_that_never_have_room_do_not_wait_for_each_other(monkeypatch):
 @pytest.mark.parametrize("page", [1, 2, 16, 64])
 def test_sglang_cuts_off_nothing_of_what_there_is_room_for(page):
     pool = 64 * 100
-    ready = engine_process._room(10**6, {"max_total_num_tokens": pool, "page_size": page})
+    ready = engine_process._ready(10**6, {"max_total_num_tokens": pool, "page_size": page}, "why")
     assert ready.room >= pool - 2 * page - 6
     assert ready.strict == (page > 1)
     for prompt in range(1, ready.room):
@@ -124,5 +126,5 @@ def test_sglang_cuts_off_nothing_of_what_there_is_room_for(page):
 
 @pytest.mark.parametrize(("context", "pool", "page"), [(100, 1000, 64), (1000, 100, 1), (1000, 100, None)])
 def test_room_is_that_of_the_context_or_of_the_pool(context, pool, page):
-    found = engine_process._room(context, {"max_total_num_tokens": pool, "page_size": page})
-    assert found == Ready(94, strict=False)
+    found = engine_process._ready(context, {"max_total_num_tokens": pool, "page_size": page}, "why")
+    assert (found.room, found.strict, found.unmixed) == (94, False, "why")

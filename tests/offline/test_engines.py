@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool
-from sgl_prefix_attn.offline.messages import Checked, Line, Outcome, Planned, Ready, Refused, Task, Unusable
+from sgl_prefix_attn.offline.messages import Checked, Go, Line, Outcome, Planned, Ready, Refused, Steps, Task, Unusable
 from tests.offline import fake_engine
 
 SECONDS = 60
@@ -74,11 +74,13 @@ def plans(connection: Connection, arguments: EngineArguments) -> None:
     """An engine that refuses the first of its lines, and plans the others one by one."""
     first, *others = connection.recv()
     connection.send(Checked([Refused(first.number, "invalid_request", "no")], {"extra": 1}))
-    assert connection.recv() is True
+    assert connection.recv() == Go("on", 0.5)
     for line in others:
         connection.send([Planned(line.number, None, 1, 0, 1)])
     connection.send(Ready(room=len(others)))
     connection.recv()
+    if len(others) == 3:
+        connection.send(Steps(7, 70, 2))
 
 
 def test_lines_are_divided_checked_and_planned_before_engines_are_ready() -> None:
@@ -86,8 +88,9 @@ def test_lines_are_divided_checked_and_planned_before_engines_are_ready() -> Non
         checked = pool.check([Line(number, "", b"") for number in range(7)])
         assert [refused.number for refused in checked.refused] == [0, 1]
         assert checked.ignored == {"extra": 2}
-        assert sorted(planned.number for planned in pool.plan()) == [2, 3, 4, 5, 6]
+        assert sorted(planned.number for planned in pool.plan(Go("on", 0.5))) == [2, 3, 4, 5, 6]
         assert [ready.room for ready in pool.wait_ready()] == [3, 2]
+        assert pool.finish() == [Steps(7, 70, 2)]  # the other engine has ended without a word
 
 
 def refuses_its_arguments(connection: Connection, arguments: EngineArguments) -> None:

@@ -44,7 +44,6 @@ def test_what_was_appended_is_there_again(source):
     journal.close()
     again = open_journal(source)
     assert again.finished == {1, 2, 3}
-    assert again.created == journal.created
     entries = list(again.read())
     assert [entry for _, entry in entries] == [*results(3, 1), Finished(2, ok=False, record={"error": "x"})]
     assert list(again.read_at([entries[1][0], entries[0][0]])) == results(1, 3)
@@ -118,25 +117,15 @@ def test_a_start_that_came_to_no_result_does_not_keep_a_corrected_one_from_runni
     assert [entry for _, entry in again.read()] == results(1)
 
 
-def test_a_job_may_replace_the_errors_files_of_its_own_runs(source, tmp_path):
-    journal, first, second, other = (tmp_path / name for name in ("journal", "first", "b\udce4d", "other"))
+def test_a_job_has_one_errors_file(source, tmp_path):
+    journal, first, other = (tmp_path / name for name in ("journal", "b\udce4d", "other"))
     assert not may_replace(journal, first)
-    for errors, lines in ((first, (1,)), (second, (2, 3)), (first, (4,)), (second, ())):
-        run(source, *lines, errors=errors)
-    assert all(may_replace(journal, errors) for errors in (first, tmp_path / "." / "first", second))
+    run(source, 1, errors=first)
+    assert may_replace(journal, tmp_path / "." / first.name)
     assert not may_replace(journal, other)
-    again = open_journal(source)
-    assert again.finished == {1, 2, 3, 4}
-    assert [entry for _, entry in again.read()] == results(1, 2, 3, 4)
-    assert journal.read_bytes().count(b"\n") == 6
-
-
-def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_path):
-    journal = run(source, 1)
-    assert may_replace(journal, tmp_path / "errors")
-    again = open_journal(source, errors=tmp_path / "errors")
-    assert again.finished == {1}
-    assert may_replace(journal, tmp_path / "others")
+    with pytest.raises(JournalError, match=r"with the errors file .*d, not .*other; --restart starts anew"):
+        open_journal(source, errors=other)
+    assert open_journal(source, errors=first).finished == {1}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +158,7 @@ def test_damage_in_the_middle_is_refused_not_skipped(source):
 @pytest.mark.parametrize(
     "line",
     ["7", "[1, 2]", '"x"', "null", '[["line", 3]]', '{"line": 3}', '{"line": "3", "ok": true, "record": {}}',
-     '{"line": true, "ok": true, "record": {}}', '{"line": 3, "ok": 1, "record": {}}', '{"errors": 5}',
+     '{"line": true, "ok": true, "record": {}}', '{"line": 3, "ok": 1, "record": {}}',
      '{"line": 3, "ok": true, "record": []}', '{"ok": true, "record": {}}'],
 )  # fmt: skip
 def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
@@ -181,8 +170,7 @@ def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
 
 def test_6000_changed_bytes_are_found_or_change_nothing_that_is_read(source):
     """At drawn places. The error says where, and to which line of the batch file it belongs where that can be read."""
-    rng, journal = random.Random(6000), run(source, *range(1, 40), errors=source.with_name("errors"))
-    run(source, 40, errors=source.with_name("other"))
+    rng, journal = random.Random(6000), run(source, *range(1, 41))
     before, undamaged = journal.read_bytes(), state_of(source)
     named = 0
     for _ in range(6000):
@@ -201,7 +189,7 @@ def state_of(source) -> tuple[object, ...]:
     """All that a run learns from its journal."""
     journal = open_journal(source)
     try:
-        return journal.created, journal.finished, list(journal.read())
+        return journal.finished, list(journal.read())
     finally:
         journal.close()
 
@@ -271,14 +259,6 @@ def test_a_new_job_is_refused_files_that_exist_and_leaves_no_journal(source, tmp
     open_journal(source, errors=kept[1], kept=kept).close()  # the job's own
     with pytest.raises(FileExistsError, match="out exists"):
         open_journal(source, "another model", errors=kept[1], kept=kept)
-    for lines in ((), (1,)):  # a journal without results, and one with a result
-        run(source, *lines, errors=kept[1])
-        other = tmp_path / "other"
-        other.touch()
-        with pytest.raises(FileExistsError, match="other exists"):
-            open_journal(source, errors=other, kept=(kept[0], other))
-        other.unlink()
-        open_journal(source, errors=other, kept=(kept[0], other)).close()
 
 
 def test_a_journal_that_its_run_deletes_before_the_lock_is_taken_is_not_used(source, monkeypatch):

@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_found_before_engines_start(tmp_path, n
 def test_a_line_that_an_earlier_version_ran_is_no_error_as_well(tmp_path):
     lines = [batches.line(0, [1]), batches.line(1, [2], max_tokens=0)]
     source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    journal = Journal(tmp_path / "out.jsonl.journal", source, "no-model")
+    journal = Journal(tmp_path / "out.jsonl.journal", source, "no-model", output.with_suffix(".errors"))
     journal.append([Finished(2, ok=True, record={"custom_id": "request-1"})])
     journal.close()
     summary = run(source, output)

@@ -28,8 +28,8 @@ def line(url: str, **body: Any) -> Line:
         (line(COMPLETIONS, prompt=[1], max_tokens=0), "body.max_tokens = 0: Value error, max_tokens must be positive"),
         (line(COMPLETIONS, prompt=[1], n="many"), "body.n = 'many': Input should be a valid integer"),
         (line(COMPLETIONS, prompt="x", stream=True), "body.stream: a batch file has whole answers; leave it away"),
-        (line(COMPLETIONS, prompt="x", n=0), "body.n = 0: expected 1 to 4096"),
-        (line(CHAT, messages=HELLO, n=10**9), "body.n = 1000000000: expected 1 to 4096"),
+        (line(COMPLETIONS, prompt="x", n=4097), "body.n = 4097: expected at most 4096"),
+        (line(CHAT, messages=HELLO, n=10**9), "body.n = 1000000000: expected at most 4096"),
         (line(CHAT), "body.messages is missing"),
         (line(CHAT, messages=[{"role": "user", "content": 5}]), "body.messages.0.content = 5"),
         (line(CHAT, messages=[{"role": "nobody", "content": ""}]), "body.messages.0.role = 'nobody'"),
@@ -48,6 +48,7 @@ def test_errors_are_clear(found, message):
     "found",
     [
         line(COMPLETIONS, prompt=["a", "b"], logprobs=0, echo=True),
+        line(COMPLETIONS, prompt="x", n=-1),
         line(COMPLETIONS, prompt=[[1], [2]], temperature="0.5", model="m:adapter"),
         line(CHAT, messages=HELLO, tools=None, response_format=None, stop=None, seed=None, reasoning={"effort": "low"}),
         line(CHAT, messages=[{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]),

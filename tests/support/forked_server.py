@@ -41,7 +41,7 @@ COMMON_MODULES = (
 SERVER_MODULE = "sglang.launch_server"
 MODULES = (  # programs that forks can become
     SERVER_MODULE, "tests.e2e.launchers", "tests.e2e.injected", "tests.pinning.arrangements",
-    "benchmarks.serving.refused", "tests.offline.recorded",
+    "benchmarks.serving.refused", "tests.offline.recorded", "tests.offline.killed_batch", "sgl_prefix_attn",
 )  # fmt: skip
 # Beginnings of variables.
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")

@@ -54,6 +54,15 @@ OFFLINE_TARGETS = (
     Target("plugins.load_plugins", Use.CALL),
     Target("server_args.prepare_server_args", Use.CALL, ("argv",)),
     Target("server_args.ServerArgs.add_cli_args", Use.CALL, ("parser",)),
+    # Token batching: what it asks for, and what schedulers count.
+    *attributes_of("server_args.ServerArgs", "enable_mixed_chunk kv_cache_dtype", until="0.5.19"),
+    *attributes_of("arg_groups.fields.schedule.Schedule", "enable_mixed_chunk", since="0.5.20"),
+    *attributes_of("arg_groups.fields.model.Model", "kv_cache_dtype", since="0.5.20"),
+    *attributes_of("managers.scheduler.Scheduler", "chunked_prefill_size is_mixed_chunk"),
+    *attributes_of("managers.schedule_batch.ScheduleBatch", "extend_num_tokens forward_mode"),
+    Target("managers.schedule_batch.ScheduleBatch.batch_size", Use.CALL),
+    Target("model_executor.forward_batch_info.ForwardMode.is_extend", Use.CALL),
+    Target("model_executor.forward_batch_info.ForwardMode.is_target_verify", Use.CALL),
     # The file of --config.
     Target(f"{_CONFIG_EARLY}.__init__", Use.CALL, ("parser",), until="0.5.18"),
     Target(f"{_CONFIG_EARLY}.merge_config_with_args", Use.CALL, ("cli_args",), until="0.5.18"),

@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.scheduling.step_sizes import StepSizes
 
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
@@ -78,13 +79,14 @@ def scheduling_hooks(settings: Settings, state: PluginState) -> tuple[Hook, ...]
     others: tuple[Hook, ...] = ()
     if settings.group_scheduling:
         admission.enlist(state.own(GroupScheduler, state.counters.failures))
+        others += state.own(StepSizes, state.counters.failures).hooks()
     if registration.is_asked_for(settings):
         from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
         from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
         pins = state.own(PinningHooks, PinningSettings.of(settings), state.counters.failures)
         admission.enlist(pins)
-        others = pins.table()
+        others += pins.table()
     return admission.hooks() + others
 
 
