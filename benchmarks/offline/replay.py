@@ -1,7 +1,7 @@
 """SGLang's real queue policy, admission, pools and radix cache, driven as its scheduler does, without a model.
 
-Written for sglang 0.5.20. The steps of the overlapped scheduler are kept: a prefill's result enters the cache after the
-next step has been planned. What is simplified: prefills are not chunked, and requests finish after a fixed output.
+For SGLang 0.5.20 and later. The steps of the overlapped scheduler are kept: a prefill's result enters the cache after
+the next step has been planned. What is simplified: prefills are not chunked, and requests finish after a fixed output.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -33,11 +28,14 @@ from sgl_prefix_attn.sglang_plugin.scheduling.group_scheduler import CUSTOM_PARA
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import Failures
+from tests.support.caches import CACHES, GENERATION, Pools
 
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
 _MAX_PREFILL_TOKENS = 16_384
 _REFRESH_EVERY, _REFRESHED_REQUESTS = 32, 128
+# SGLang's default.
+_CACHE = "UnifiedRadixCache" if "UnifiedRadixCache" in CACHES else "tree locks"
 
 
 @dataclass(frozen=True)
@@ -113,18 +111,8 @@ class Replay:
         refresh: bool = False,
     ) -> None:
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
-        self.rows = ReqToTokenPool(size=max_running, max_context_len=context, device="cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(pool, torch.float32, "cpu", None, need_sort=False)
-        self.tree = UnifiedRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=1,
-                eviction_policy=eviction,
-                tree_components=(ComponentType.FULL,),
-            )
-        )
+        pools = Pools(_CACHE, slots=pool, rows=max_running, context=context, eviction=eviction)
+        self.rows, self.allocator, self.tree = pools.pool, pools.allocator, pools.cache
         self.policy = SchedulePolicy(queue_policy, self.tree, False, False, False)
         self.refresh, self._rounds = refresh, 0
         self.pool, self.max_running, self.window = pool, max_running, window
@@ -212,10 +200,10 @@ class Replay:
         return admitted
 
     def _start(self, request: Req) -> None:
-        start, end = request.extend_range.start, request.extend_range.end
+        start, end = GENERATION.extended(request)
         self.rows.alloc([request])
         row = self.rows.req_to_token[request.kv.req_pool_idx]
-        row[:start] = request.prefix_indices.to(torch.int32)
+        row[:start] = GENERATION.cached(self.tree, request).to(torch.int32)
         row[start:end] = self._slots(end - start)
         self._set_length(request, end)
         self.result.computed_tokens += end - start
@@ -226,7 +214,7 @@ class Replay:
             if len(request.output_ids) >= self.outputs[request.rid]:
                 self._finish(request)
             else:
-                self.tree.cache_unfinished_req(request)
+                GENERATION.keep(self.tree, request)
         self._filter()
 
     def _decode(self) -> None:
@@ -251,8 +239,7 @@ class Replay:
         self._filter()
 
     def _retract(self, request: Req) -> None:
-        self.tree.cache_finished_req(request, is_insert=False, kv_len_to_handle=self.lengths[request.rid])
-        self._release(request)
+        GENERATION.release(self.tree, self.rows, request, insert=False)
         request.reset_for_retract()
         self.running.reqs.remove(request)
         self.waiting.append(request)
@@ -261,13 +248,8 @@ class Replay:
 
     def _finish(self, request: Req) -> None:
         request.finished_reason = FINISH_LENGTH(length=len(request.output_ids))
-        self.tree.cache_finished_req(request, is_insert=True, kv_len_to_handle=self.lengths[request.rid])
-        self._release(request)
+        GENERATION.release(self.tree, self.rows, request, insert=True)
         self.result.finished += 1
-
-    def _release(self, request: Req) -> None:
-        self.rows.free(request)
-        request.kv.mark_kv_released()
 
     def _filter(self) -> None:
         before = len(self.running.reqs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,6 @@ class Case:
     """One step of one layer.
 
     planned_lens: what the plan was made for; the step's own lengths are `pool.seq_lens`.
-    expected: (out, lse) of dense fp64 attention.
     visible: [tokens] int64 masks of a tree of drafts, see `packed_attention`; None: each query sees all before it.
     """
 
@@ -33,8 +33,13 @@ class Case:
     pool: KvPool
     planned_lens: np.ndarray
     variant: dict[str, Any]
-    expected: Result
+    query_lens: np.ndarray
     visible: torch.Tensor | None = None
+
+    @functools.cached_property
+    def expected(self) -> Result:
+        """(out, lse) of dense fp64 attention."""
+        return dense_attention(self.q, self.pool, self.query_lens, visible=self.visible, **self.variant)
 
 
 def make_case(
@@ -60,7 +65,7 @@ def make_case(
     trees: bool = False,
     batch: Batch | None = None,
 ) -> Case:
-    """A random ragged batch, or `batch`, with its plan and the right answer.
+    """A random ragged batch, or `batch`, with its plan.
 
     kv_dtype: None for dtype. grown: tokens by which requests are longer than planned, or shorter. bandwidth: of the
     device that is planned for, in bytes per second; None for its own.
@@ -98,8 +103,7 @@ def make_case(
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
     visible = torch.cat([random_tree(rng, int(count)) for count in query_lens]) if trees else None
-    expected = dense_attention(q, pool, query_lens, visible=visible, **variant)
-    return Case(plan, shape, q, pool, planned_lens, variant, expected, visible)
+    return Case(plan, shape, q, pool, planned_lens, variant, query_lens, visible)
 
 
 def dense_attention(q: torch.Tensor, pool: KvPool, query_lens: np.ndarray, **options: Any) -> Result:

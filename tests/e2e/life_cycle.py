@@ -14,7 +14,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
@@ -84,10 +84,22 @@ def update_from_tensors(server: Server, model: Path, *, flush: bool) -> None:
         ForkingPickler(buffer).dump(list(tensors.items()))
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {"serialized_named_tensors": [payload], "flush_cache": flush}
-        answer = server.post("/update_weights_from_tensor", body, SECONDS)
+        with _session(server):
+            answer = server.post("/update_weights_from_tensor", body, SECONDS)
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
     assert json.loads(answer)["success"], answer
+
+
+@contextlib.contextmanager
+def _session(server: Server) -> Iterator[None]:
+    """SGLang 0.5.23 takes tensors between these calls only."""
+    sessions = "/begin_weight_update" in json.loads(server.get("/openapi.json"))["paths"]
+    if sessions:
+        server.post("/begin_weight_update", {}, SECONDS)
+    yield
+    if sessions:
+        server.post("/end_weight_update", {}, SECONDS)
 
 
 @dataclass

@@ -13,6 +13,8 @@ from sgl_prefix_attn.demo.workload import Request
 
 # KV tokens that hold the prompts and a few outputs, so SGLang retracts requests.
 SMALL_POOL = 700
+# 0.5.23 admits so few that none has to be retracted. Then, one is at every 30th step.
+RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"}
 
 
 @dataclasses.dataclass

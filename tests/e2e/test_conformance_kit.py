@@ -72,6 +72,7 @@ def share_beginning(fixture: Any, shared: int) -> None:
         fixture.prefix_hidden[request][:shared] = fixture.prefix_hidden[0][:shared]
 
 
+@torch.no_grad()
 def run_packed(
     case: Any, *, shared: int = 0, dtype: torch.dtype = torch.float32, layout: str = "shuffled_pages"
 ) -> None:

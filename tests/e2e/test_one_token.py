@@ -16,7 +16,7 @@ from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import life_cycle
 from tests.e2e.conftest import BACKEND, Packing, packing
 from tests.e2e.reference import SMALLEST_MARGIN, Reference
-from tests.e2e.rollout import SMALL_POOL
+from tests.e2e.rollout import RETRACTS, SMALL_POOL
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +45,7 @@ def check(done: Packing, *modes: str) -> None:
 def test_random_rollouts_in_a_small_pool(launch, rollout_on, arguments, mode, seeds):
     """With aborts, retractions and flushes. Without mixed chunk, a refill is a prefill of one token by itself."""
     conservative = ("--schedule-conservativeness", "0.01")
-    with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=ONE_TOKEN) as server:
+    with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=ONE_TOKEN | RETRACTS) as server:
         rollout = rollout_on(server)
         with packing(server) as done:
             rollout.run_until_retracted(seeds)

@@ -9,7 +9,7 @@ import pytest
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request
 from tests.e2e.conftest import BACKEND, state_of
-from tests.e2e.rollout import Rollout
+from tests.e2e.rollout import RETRACTS, Rollout
 
 pytestmark = pytest.mark.e2e
 
@@ -35,9 +35,10 @@ def test_random_rollouts_in_a_small_pool(launch, expected, vocabulary):
     prompts = [Request(f"long-{length}", vocabulary.tokens(length, 14, 0), 60) for length in (640, 380, 40)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
     arguments = ("--chunked-prefill-size", "128", "--schedule-conservativeness", "0.01")
-    with launch(BACKEND, *arguments, pool_tokens=1000) as server:
+    with launch(BACKEND, *arguments, pool_tokens=1000, environment=RETRACTS) as server:
         Rollout(server, stock, prompts).run_until_retracted(2, seconds=0.2)
-        ask_until_they_wait(server, dict([*stock.items()][:1]), more_than=0)
+        # The last chunk of this prompt leaves room in its round, so SGLang 0.5.23 comes to the next request.
+        ask_until_they_wait(server, dict([*stock.items()][1:2]), more_than=0)
 
 
 def ask_until_they_wait(server: Server, stock: dict[tuple[int, ...], list[int]], more_than: int) -> int:

@@ -1,6 +1,6 @@
 """Servers with speculative decoding: tokens of plain greedy decoding, from packed verify steps.
 
-SGLang's CPU engine lacks what `tests/support/cpu_speculation` adds, for 0.5.20.
+SGLang's CPU engine lacks what `tests/support/cpu_speculation` adds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, packing, tokens_of
-from tests.e2e.rollout import SMALL_POOL
+from tests.e2e.rollout import RETRACTS, SMALL_POOL
 
+VERSIONS = ("0.5.20", "0.5.23")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(importlib.metadata.version("sglang") != "0.5.20", reason="written for SGLang 0.5.20"),
+    pytest.mark.skipif(importlib.metadata.version("sglang") not in VERSIONS, reason="written for others"),
 ]
 
 SHIMS = Path(__file__).parents[1] / "support" / "cpu_speculation"
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_plain_decoding(launch, expected, vocabulary, enviro
 def test_random_rollouts(launch, rollout_on, environment, arguments, seeds, count):
     """With aborts, retractions and flushes."""
     conservative = ("--schedule-conservativeness", "0.01")
+    environment |= RETRACTS
     with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=environment) as server:
         rollout = rollout_on(server)
         with packing(server, "verify", "extend") as done:

@@ -109,7 +109,7 @@ def test_doctor_on_a_refused_server(launch, wrapped, vocabulary, arguments, sett
 @pytest.mark.parametrize(
     ("way", "backend", "start"),
     [
-        # Forks start in a fraction of the time. In CI, tests/pinning/test_arrangements.py has a fresh process.
+        # Forks start in a fraction of the time. In CI, tests/pinning/test_ranks.py has fresh processes.
         pytest.param("engine", None, start_process, marks=pytest.mark.slow),
         ("engine", None, forked_server.start),
         *((way, STOCK, forked_server.start) for way in ("server_args", "serve", "slime", "verl", "areal")),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sglang")
-from sglang.srt.managers.schedule_batch import Req
 
 from benchmarks.offline.cache_saving import grouped_jobs
 from benchmarks.offline.replay import Job, Replay
@@ -39,13 +38,6 @@ def tree_of(prompts) -> PrefixTree:
     return PrefixTree(Prompts.from_lists(prompts))
 
 
-# Other releases are covered by the real engine (test_real_engine.py).
-needs_replay = pytest.mark.skipif(
-    not hasattr(Req, "set_extend_range"), reason="the replay is written for sglang 0.5.20"
-)
-
-
-@needs_replay
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("output", [1, 20])
 def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, output):
@@ -62,7 +54,6 @@ def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, 
     assert plain.saving < result.saving
 
 
-@needs_replay
 @pytest.mark.parametrize("seed", range(12))
 def test_every_random_job_comes_to_its_end_and_gives_back_all_memory(seed):
     # Tiny pools, outputs that were estimated wrongly, requests of nobody's job in between: retractions are common.

@@ -41,6 +41,7 @@ OURS = {
     "PREFIXPACK_PIN_BUDGET_PERCENT": "100",
     "PREFIXPACK_RETENTION": "reuse",
     "PREFIXPACK_RETENTION_BLOCK": "16",
+    "PREFIXPACK_WRAP": "1",
     "PYTHONHASHSEED": "random",
 }
 # What has to have been decided, and so written down, for the comparison to say anything.
@@ -57,25 +58,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
-    """prefixpack and torch_native, with two ranks each.
+    """torch_native in wrap mode and as it is, with two ranks each.
 
     Ranks of the first are spawned: forks would have the same hash seed and addresses.
     """
     rank_recorder.install(folder)
     path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
 
-    def options(backend: str, environment: dict[str, str], starter: Starter) -> ServerOptions:
+    def options(environment: dict[str, str], starter: Starter) -> ServerOptions:
         sizes = ("--context-length", "2048", "--max-total-tokens", str(POOL), "--max-running-requests", "12")
         return ServerOptions(
-            model=str(tiny_model()), backend=backend, extra=("--tp-size", "2", *sizes),
+            model=str(tiny_model()), backend="torch_native", extra=("--tp-size", "2", *sizes),
             environment={**TWO_RANKS, **environment}, start_seconds=600, log_folder=folder, starter=starter,
         )  # fmt: skip
 
     recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
     with contextlib.ExitStack() as running, ThreadPoolExecutor(2) as starting:
         both = [
-            starting.submit(running.enter_context, serve(options("prefixpack", recorded, start_process))),
-            starting.submit(running.enter_context, serve(options("torch_native", {}, forked_server.start))),
+            starting.submit(running.enter_context, serve(options(recorded, start_process))),
+            starting.submit(running.enter_context, serve(options({}, forked_server.start))),
         ]
         yield both[0].result(), both[1].result()
 

@@ -118,6 +118,10 @@ class _Indices:
         """The next prefill computes these positions."""
         request.set_extend_range(start, end)
 
+    def extended(self, request: Any) -> tuple[int, int]:
+        """The positions that the next prefill computes."""
+        return request.extend_range.start, request.extend_range.end
+
     def keep(self, cache: Any, request: Any, *, chunked: bool = False) -> None:
         """The prompt, or a chunk of it, has been computed."""
         cache.cache_unfinished_req(request, chunked=chunked)
@@ -154,6 +158,9 @@ class _TreeLocks:
     def extend(self, request: Any, start: int, end: int) -> None:
         request.prefix_len, request.extend_end = start, end
 
+    def extended(self, request: Any) -> tuple[int, int]:
+        return request.prefix_len, request.extend_end
+
     def keep(self, cache: Any, request: Any, *, chunked: bool = False) -> None:
         common.checkpoint_kv_cache(request, cache)
 
@@ -177,9 +184,13 @@ class Pools:
         context: tokens of a request.
         page: tokens of a page; `slots` is a multiple of it.
         eagle: whether nodes hold pairs of tokens, as with EAGLE.
+        eviction: SGLang's --radix-eviction-policy.
     """
 
-    def __init__(self, kind: str, *, slots: int, rows: int, context: int, page: int = 1, eagle: bool = False) -> None:
+    def __init__(
+        self, kind: str, *, slots: int, rows: int, context: int, page: int = 1, eagle: bool = False,
+        eviction: str = "lru",
+    ) -> None:  # fmt: skip
         self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
         self.page = page
         if page == 1:
@@ -188,7 +199,7 @@ class Pools:
             self.allocator = PagedTokenToKVPoolAllocator(slots, page, torch.float32, "cpu", None, need_sort=False)
         params = CacheInitParams(
             disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=page,
-            tree_components=(ComponentType.FULL,), is_eagle=eagle,
+            tree_components=(ComponentType.FULL,), is_eagle=eagle, eviction_policy=eviction,
         )  # fmt: skip
         self.cache = GENERATION.make(kind, params)
         self._count = 0

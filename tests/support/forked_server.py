@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -28,23 +27,26 @@ import psutil
 
 from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_process
 
-VERSION = tuple(int(part) for part in importlib.metadata.version("sglang").split(".")[:3] if part.isdigit())
-# Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's. The files of all
-# models import the scheduler's in 0.5.23; the versions before were not looked at.
+# Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
 COMMON_MODULES = (
     "sglang.launch_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.entrypoints.openai.serving_chat",
-    *(("sglang.srt.models.registry",) if VERSION <= (0, 5, 20) else ()),
     "torch._inductor.compile_fx",
 )
+MODELS = "sglang.srt.models.registry"
+# Some draft models of 0.5.23 import it, and with it the scheduler's. The registry leaves out what it cannot import.
+NOT_FOR_MODELS = "sglang.srt.managers.tp_worker"
 SERVER_MODULE = "sglang.launch_server"
 MODULES = (  # programs that forks can become
     SERVER_MODULE, "tests.e2e.launchers", "tests.e2e.injected", "tests.pinning.arrangements",
     "benchmarks.serving.refused", "tests.offline.recorded", "tests.offline.killed_batch", "sgl_prefix_attn",
 )  # fmt: skip
 # Beginnings of variables.
-NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
+NOT_READ_AT_IMPORT = (
+    "PREFIXPACK_", "PYTEST_", "TEST_", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_HEALTH_", "SGLANG_TEST_RETRACT",
+)  # fmt: skip
 # Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
 AT_IMPORT = {"TORCHDYNAMO_DISABLE": "1"}
 # A pool without a size takes most of the machine's free memory. One with a size is made smaller, or its server ends,
@@ -130,6 +132,9 @@ def _serve_forks() -> None:
         os.dup2(2, 1)  # what imports print
         for name in COMMON_MODULES:
             __import__(name)
+        sys.modules[NOT_FOR_MODELS] = None  # type: ignore[assignment]
+        __import__(MODELS)
+        del sys.modules[NOT_FOR_MODELS]
         assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"} & sys.modules.keys()
         signal.signal(signal.SIGCHLD, _reap)
         while request := sys.stdin.readline():

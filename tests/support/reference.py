@@ -43,7 +43,7 @@ def reference_attention(
     tokens, q_heads, head_dim = q.shape
     if sum(int(n) for n in query_lens) != tokens:
         raise ValueError(f"query_lens add up to {sum(int(n) for n in query_lens)} tokens but q has {tokens}")
-    group = q_heads // k_cache.shape[1]
+    groups = (k_cache.shape[1], -1)  # KV heads, and the query heads of each
     out = torch.zeros(tokens, q_heads, head_dim, dtype=dtype, device=q.device)
     lse = torch.full((tokens, q_heads), -torch.inf, dtype=dtype, device=q.device)
     lengths, rows = seq_lens.tolist(), req_pool_indices.tolist()
@@ -54,9 +54,8 @@ def reference_attention(
             raise ValueError(f"request {request} has {new} new tokens but a length of {length}")
         end = begin + new
         slots = req_to_token[rows[request], :length].long()
-        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1) * k_scale
-        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1) * v_scale
-        scores = torch.einsum("thd,khd->htk", q[begin:end].to(dtype), keys) * scale
+        keys, values = k_cache[slots].to(dtype) * k_scale, v_cache[slots].to(dtype) * v_scale
+        scores = torch.einsum("tghd,kgd->ghtk", q[begin:end].to(dtype).unflatten(1, groups), keys).flatten(0, 1) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
         query_position = torch.arange(length - new, length, device=q.device)[:, None]
@@ -73,7 +72,7 @@ def reference_attention(
             logits = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, new, 1)], dim=-1)
         denominator = torch.logsumexp(logits, dim=-1)
         weights = torch.exp(scores - denominator[..., None])
-        out[begin:end] = torch.einsum("htk,khd->thd", weights, values)
+        out[begin:end] = torch.einsum("ghtk,kgd->tghd", weights.unflatten(0, groups), values).flatten(1, 2)
         lse[begin:end] = denominator.T
         begin = end
     return out, lse

@@ -162,19 +162,26 @@ class TestEntry:
 
 def test_a_process_that_does_not_use_us_loads_next_to_nothing_of_ours() -> None:
     program = """
+import os
 import sys
+import sglang.srt.server_args
 import torch
 from sgl_prefix_attn.sglang_plugin.startup import entry
 torch.cuda.is_available = lambda: True
-entry.in_scheduler_process = lambda: {scheduler}
-entry.register()
-print(*(name for name in sys.modules if name.startswith("sgl_prefix_attn.")))
+for scheduler in (False, True):
+    if os.fork() == 0:
+        entry.in_scheduler_process = lambda: scheduler
+        entry.register()
+        print(*(name for name in sys.modules if name.startswith("sgl_prefix_attn.")), flush=True)
+        os._exit(0)
+    os.wait()
 """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
-    for scheduler in (False, True):
-        command = [sys.executable, "-c", program.format(scheduler=scheduler)]
-        output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=120).stdout
-        loaded = output.split()
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=300).stdout
+    lines = output.splitlines()
+    assert len(lines) == 2
+    for loaded in map(str.split, lines):
         assert "sgl_prefix_attn.sglang_plugin.startup.entry" in loaded
         heavy = ("_native", "core", *(f"sglang_plugin.{part}" for part in ("backend", "dispatch", "execution")))
         assert not [name for name in loaded if name.removeprefix("sgl_prefix_attn.").startswith(heavy)]

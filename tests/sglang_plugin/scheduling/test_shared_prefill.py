@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sglang")
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sgl_prefix_attn.sglang_plugin.scheduling import shared_prefill
@@ -18,15 +17,12 @@ from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import LEAST_COMMON
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.support.server_facts import server_facts
 
-# Other releases are covered by tests/e2e/test_shared_prefill.py.
-needs_replay = pytest.mark.skipif(
-    not hasattr(Req, "set_extend_range") or not hasattr(ReqKvInfo, "mark_kv_released"),
-    reason="the replay is of sglang 0.5.20",
-)
-
 
 def groups(draw: random.Random) -> tuple[list[Any], int]:
-    """Samples of prompts in a drawn order, some prompts below a system prompt; and the tokens of the distinct ones."""
+    """Samples of prompts in a drawn order, some prompts below a system prompt; and the tokens of the distinct ones.
+
+    The replay is skipped before SGLang 0.5.20. tests/e2e/test_shared_prefill.py covers those releases.
+    """
     from benchmarks.offline.replay import Job
 
     system = [draw.randrange(1 << 20) for _ in range(draw.choice([0, 40, 700]))]
@@ -39,7 +35,6 @@ def groups(draw: random.Random) -> tuple[list[Any], int]:
     return jobs, sum(map(len, prompts)) + len(system)
 
 
-@needs_replay
 @pytest.mark.parametrize("seed", range(8))
 def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> None:
     from benchmarks.offline.replay import Replay
