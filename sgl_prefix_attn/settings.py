@@ -163,10 +163,18 @@ class Settings(BaseModel):
         description="Share of the KV pool, in percent, that POST /prefixpack/pins may pin. 0: pinning is off and the "
         "endpoint does not exist.",
     )
-    retention: Literal["off", "reuse"] = Field(
-        "off",
-        description="What the prefix cache evicts first. off: the order of SGLang's eviction policy. reuse: the "
-        "branches with the lowest expected reuse, from the waiting queue and the reuse history.",
+    retention: Literal["off", "hints", "reuse"] = Field(
+        "hints",
+        description="What the prefix cache evicts first. off: the order of SGLang's eviction policy. hints: the same, "
+        "until a request has KV hints or a session (SGLang 0.5.23); then also what those say. reuse: the branches with "
+        "the lowest expected reuse, from hints, sessions, the waiting queue and the reuse history.",
+    )
+    hint_budget_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Share of the KV pool, in percent, that the KV hints of requests may keep. Any client can write "
+        "one. 0: they keep nothing, and only sessions and hints that release are executed.",
     )
     retention_lookahead: int = Field(
         1024, ge=0, le=65536, description="Waiting requests that retention reads. 0: history only."

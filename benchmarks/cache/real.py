@@ -11,10 +11,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.cache.blocks import Progress
-from benchmarks.cache.trace import Prompt
+from benchmarks.cache.trace import Prompt, Turn
 from sgl_prefix_attn.pinning import prefix_keys
 
 CACHES = ("RadixCache", "UnifiedRadixCache")
@@ -31,6 +32,8 @@ class Request:
     origin_input_ids: array[int]
     output_ids: array[int] = field(default_factory=lambda: array("q"))
     extra_key: str | None = None
+    session_id: str | None = None
+    kv_hints: Any = None
     _prefixpack_keys: Sequence[int] = ()
 
 
@@ -76,13 +79,21 @@ def replay(
     *,
     retention: bool = False,
     lookahead: int = 0,
+    turns: Sequence[Turn] | None = None,
+    remember: bool = True,
     progress: Progress = lambda: None,
 ) -> Result:
-    """Share of blocks saved by a real cache with one of SGLang's policies, or with our retention over LRU."""
+    """Share of blocks saved by a real cache with one of SGLang's policies, or with our retention over LRU.
+
+    Args:
+        turns: each prompt's place in its session; with them, the last turn of a session says that it is the last.
+        remember: whether retention counts past use.
+    """
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.common import evict_from_tree_cache
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
+    from sgl_prefix_attn.sglang_plugin.pinning.hints import OURS, Hints
     from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
     from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
     from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Refused
@@ -93,7 +104,11 @@ def replay(
     if retention:
         tree = lockable_tree(cache)
         assert not isinstance(tree, Refused), tree
-        manager = PinningManager(tree, cache, budget=0, retention=True, lookahead=lookahead + 1, block=1)
+        manager = PinningManager(
+            tree, cache, budget=0, retention=True, remember=remember, lookahead=lookahead + 1, block=1
+        )
+        if turns is not None:
+            manager.listen()
     requests = [
         Request(
             number,
@@ -102,6 +117,10 @@ def replay(
         )
         for number, prompt in enumerate(prompts)
     ]
+    for request, turn in zip(requests, turns or (), strict=turns is not None):
+        request.session_id = f"session {turn.session}"
+        payload = Hints(now=0.0, ends=turn.last).model_dump(mode="json")
+        request.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type=OURS, payload=payload)])
     saved = 0
     for number, request in enumerate(requests):
         progress()

@@ -39,6 +39,51 @@ def read(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A prompt's place in its session."""
+
+    session: int
+    last: bool
+
+
+def turns_of(prompts: Sequence[Prompt]) -> list[Turn]:
+    """Sessions, as the prompts show them: a turn continues the latest prompt that is a beginning of it.
+
+    A prompt is a beginning if all its full blocks are, two at least: the first one may be a common system prompt.
+    """
+    open_ends: dict[tuple[int, ...], int] = {}  # full blocks of a prompt that nobody continued -> its number
+    session, last = [0] * len(prompts), [True] * len(prompts)
+    for number, prompt in enumerate(prompts):
+        session[number] = number
+        for length in range(prompt.full, 1, -1):
+            before = open_ends.pop(prompt.blocks[:length], None)
+            if before is not None:
+                session[number], last[before] = session[before], False
+                break
+        if prompt.full > 1:
+            open_ends[prompt.blocks[: prompt.full]] = number
+    return [Turn(*turn) for turn in zip(session, last, strict=True)]
+
+
+def working_set(prompts: Sequence[Prompt], turns: Sequence[Turn]) -> float:
+    """Blocks of the sessions that are between their first and their last turn; the mean over all requests."""
+    users: dict[int, set[int]] = {}  # sessions by block
+    blocks: dict[int, set[int]] = {}
+    total = 0
+    for prompt, turn in zip(prompts, turns, strict=True):
+        for block in prompt.blocks:
+            users.setdefault(block, set()).add(turn.session)
+            blocks.setdefault(turn.session, set()).add(block)
+        total += len(users)
+        if turn.last:
+            for block in blocks.pop(turn.session):
+                users[block].discard(turn.session)
+                if not users[block]:
+                    del users[block]
+    return total / len(prompts)
+
+
 def unbounded(prompts: Sequence[Prompt]) -> float:
     """Share of blocks that a cache without a limit saves."""
     seen: set[int] = set()

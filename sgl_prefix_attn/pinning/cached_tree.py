@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sgl_prefix_attn.pinning.leaf_order import Entry, LeafOrder, Rank
-from sgl_prefix_attn.pinning.retention_score import FINISHED, UNKNOWN, Placement, RetentionScores
+from sgl_prefix_attn.pinning.leaf_order import Entry, LeafOrder, Rank, combined
+from sgl_prefix_attn.pinning.retention_score import FINISHED, KNOWN_USES, RETAINED, UNKNOWN, Placement, RetentionScores
 
 ROOT = -1
 
@@ -26,6 +27,19 @@ class NodeSpan(NamedTuple):
     leaf: bool = False
 
 
+class Use(NamedTuple):
+    """Whose request used a path, and how much of it that found in the cache. None: unknown.
+
+    Others may have used what it found.
+    """
+
+    owner: Hashable = None
+    found: int | None = None
+
+
+UNKNOWN_USE = Use()
+
+
 @dataclass(slots=True)
 class CachedNode:
     """A node of the tree.
@@ -40,6 +54,8 @@ class CachedNode:
         key: prefix key of the block in which the node begins, None for a remainder shorter than a block.
         edge: identifies the first page of tokens, see `CachedTree`.
         finished: whether the last announced use of `key` is over.
+        owner: the only one whose requests have used the node; None if several have, or others may have.
+        superseded: whether its owner needs it no more.
         children: ids of the nodes below.
     """
 
@@ -54,6 +70,8 @@ class CachedNode:
     key: int | None = None
     edge: Hashable = None
     finished: bool = False
+    owner: Hashable = None
+    superseded: bool = False
     children: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -87,6 +105,7 @@ class CachedTree:
         self._by_use = LeafOrder()
         self._in_use: dict[int, None] = {}  # leaves left out of both orders, see `select_victims`
         self._uses = 0
+        self._tokens = 0
         scores.on_change = self._key_changed
 
     def __len__(self) -> int:
@@ -97,10 +116,12 @@ class CachedTree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all nodes; takes time in the number of nodes."""
-        return sum(node.tokens for node in self._nodes.values())
+        """Tokens of all nodes."""
+        return self._tokens
 
-    def used(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None) -> list[int]:
+    def used(
+        self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None, use: Use = UNKNOWN_USE
+    ) -> list[int]:
         """A request used this path from the root down.
 
         Args:
@@ -111,7 +132,7 @@ class CachedTree:
             Nodes that a split may have moved below a new node of the path: read their paths and `place` them.
         """
         self._uses += 1
-        return self._put(path, keys, prompt, self._uses)
+        return self._put(path, keys, prompt, self._uses, use)
 
     def seen(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None) -> list[int]:
         """A request found this path, but did not use it; arguments as in `used`."""
@@ -121,6 +142,20 @@ class CachedTree:
         """Moves the last node of a path to where it is now. Returns what `used` returns."""
         last = self._nodes.get(path[-1].id)
         return [] if last is None else self._put(path, last.keys, last.prompt, last.last_use)
+
+    def supersede(self, node_id: int, owner: Hashable, begin: int) -> int:
+        """A node and those above it from this position on go first, where only this owner has used them.
+
+        They do so until they are used again. Returns their tokens.
+        """
+        tokens, node = 0, self._nodes.get(node_id)
+        while node is not None and node.begin >= begin:
+            if node.owner == owner and not node.superseded:
+                node.superseded = True
+                tokens += node.tokens
+                self._arrange(node)
+            node = self._nodes.get(node.parent)
+        return tokens
 
     def parent_of(self, node_id: int) -> int:
         """The parent that is known; ROOT if there is none or the node is unknown."""
@@ -145,6 +180,7 @@ class CachedTree:
     def drop(self, node_id: int) -> None:
         """The leaf is no longer cached."""
         node = self._nodes.pop(node_id)
+        self._tokens -= node.tokens
         self._leaves.pop(node_id, None)
         self._in_use.pop(node_id, None)
         self._by_score.discard(node_id)
@@ -155,11 +191,17 @@ class CachedTree:
     def clear(self) -> None:
         for index in (self._nodes, self._leaves, self._by_edge, self._by_key, self._in_use):
             index.clear()
+        self._tokens = 0
         self._by_score.clear()
         self._by_use.clear()
 
     def select_victims(
-        self, tokens: int, in_use: Callable[[CachedNode], bool] | None = None, *, by_use: bool = False
+        self,
+        tokens: int,
+        in_use: Callable[[CachedNode], bool] | None = None,
+        *,
+        by_use: bool = False,
+        below: float = math.inf,
     ) -> list[CachedNode]:
         """The nodes to evict for `tokens` tokens, in order: the lowest score first, then the least recently used.
 
@@ -169,14 +211,15 @@ class CachedTree:
         Args:
             in_use: nodes that cannot be evicted now.
             by_use: select the least recently used nodes instead.
+            below: nodes of this score or a higher one are not selected.
         """
         order = self._by_use if by_use else self._by_score
         became_leaves: list[Rank] = []
         selected_children: dict[int, int] = {}
         chosen: list[CachedNode] = []
         skipped: list[CachedNode] = []
-        for rank in _combined(order.ascending(self._scores), became_leaves):
-            if tokens <= 0:
+        for rank in combined(order.ascending(self._scores), became_leaves):
+            if tokens <= 0 or rank.score >= below:
                 break
             node = self._nodes[rank.node_id]
             if in_use is not None and in_use(node):
@@ -213,7 +256,9 @@ class CachedTree:
 
     # Details ----------------------------------------------------------------------------------------------------------
 
-    def _put(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any, last_use: int) -> list[int]:
+    def _put(
+        self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any, last_use: int, use: Use | None = None
+    ) -> list[int]:
         parent = ROOT
         moved: list[int] = []
         for handle, node_id, begin, end, leaf in path:
@@ -222,16 +267,29 @@ class CachedTree:
                 node = CachedNode(node_id, ROOT, begin, end, keys, prompt, last_use, handle)
                 self._nodes[node_id] = node
                 self._leaves[node_id] = None
+                self._tokens += node.tokens
                 edge = self._edge(node)
+                below = []
                 if not leaf:
                     siblings = self._by_edge.get((parent, edge), ())
-                    moved += [other for other in siblings if self._nodes[other].end > end]
+                    below = [other for other in siblings if self._nodes[other].end > end]
+                    moved += below
+                if below:  # a split: the lower part tells who has used the upper one
+                    lower = self._nodes[below[0]]
+                    node.last_use = max(last_use, lower.last_use)
+                    node.owner = lower.owner if use is None or use.owner == lower.owner else None
+                    node.superseded = lower.superseded and use is None
+                elif use is not None and use.found is not None and begin >= use.found:
+                    node.owner = use.owner
                 self._attach(node, parent, edge)
             else:
                 changed = node.parent != parent or node.begin != begin
+                self._tokens += end - begin - node.tokens
                 node.begin, node.end, node.handle = begin, end, handle
                 if last_use > node.last_use:
                     node.last_use = last_use
+                    if use is not None:
+                        node.owner, node.superseded = node.owner if node.owner == use.owner else None, False
                     self._in_use.pop(node_id, None)
                     if len(keys) * self._block > begin:
                         node.keys, node.prompt = keys, prompt
@@ -285,8 +343,15 @@ class CachedTree:
                 yield below
 
     def _placement(self, node: CachedNode) -> Placement:
-        """The scores' place, but none above a finished node on the path, whose use this node requires."""
+        """The scores' place, but none above a finished node on the path, whose use this node requires.
+
+        A hint's place stays. A superseded node goes first, unless further uses of it are known.
+        """
         placement = self._scores.placement(node.key)
+        if placement[0] == RETAINED:
+            return placement
+        if node.superseded and placement[0] not in KNOWN_USES:
+            return FINISHED, 0
         if self._scores.any_finished:
             above: CachedNode | None = node
             while above is not None:
@@ -327,14 +392,3 @@ class CachedTree:
             if not above.children:
                 self._leaves[above.id] = None
                 self._arrange(above)
-
-
-def _combined(leaves: Iterator[Rank], others: list[Rank]) -> Iterator[Rank]:
-    """Combines ascending ranks with a heap that may grow during the iteration."""
-    head = next(leaves, None)
-    while head is not None or others:
-        if head is None or (others and others[0] < head):
-            yield heapq.heappop(others)
-        else:
-            yield head
-            head = next(leaves, None)

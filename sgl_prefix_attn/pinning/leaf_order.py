@@ -97,3 +97,14 @@ def _position(entry: Entry) -> int:
 
 def _rank(scores: Scores, group: int, entry: Entry) -> Rank:
     return Rank(scores.score(group, entry.position), entry.last_use, entry.minus_begin, entry.node_id)
+
+
+def combined(leaves: Iterator[Rank], others: list[Rank]) -> Iterator[Rank]:
+    """Combines ascending ranks with a heap that may grow during the iteration."""
+    head = next(leaves, None)
+    while head is not None or others:
+        if head is None or (others and others[0] < head):
+            yield heapq.heappop(others)
+        else:
+            yield head
+            head = next(leaves, None)

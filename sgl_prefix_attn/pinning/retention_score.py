@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_prefix_attn.pinning.lookahead import Lookahead
+from sgl_prefix_attn.pinning.retained import MAX_PRIORITY, RetainedPrefixes
 from sgl_prefix_attn.pinning.reuse import CLASSES, ReuseMemory
 
 FINISHED_SCORE = -1.0  # below the score of an unknown prefix
@@ -16,6 +17,8 @@ UNKNOWN = CLASSES  # all positions are 0
 QUEUED = CLASSES + 1  # positions are minus the number of the next request
 ANNOUNCED = CLASSES + 2  # positions are remaining uses
 FINISHED = CLASSES + 3  # all positions are 0
+RETAINED = CLASSES + 4  # positions are priorities
+KNOWN_USES = (QUEUED, ANNOUNCED)
 
 Placement = tuple[int, int]
 
@@ -26,12 +29,10 @@ class _Announcement:
 
     Attributes:
         uses: those that remain.
-        by_anyone: whether any request's use counts, or only a member's.
         earned: whether others than the members have used the prefix. Then it does not go first in the end.
     """
 
     uses: int
-    by_anyone: bool
     earned: bool
 
 
@@ -43,15 +44,19 @@ class RetentionScores:
     used again, unless others than the members have used it. Any other prefix scores what the reuse memory says, given
     that no waiting request uses it.
 
+    A prefix that a hint keeps scores between 1 and 2 by its priority: no less than it has without the hint.
+
     Args:
         memory: reuse memory; None: prefixes without a known use score 0.
         lookahead: waiting requests; None: no queue is known.
         max_keys: finished prefixes remembered; the oldest are forgotten first.
         max_announced: announced prefixes remembered; the oldest are forgotten first, because a group that ended early
             never comes to its last use.
+        max_retained: blocks that hints may keep.
 
     Attributes:
         on_change: called with each key whose placement may have changed.
+        retained: what hints keep.
 
     Raises:
         ValueError: max_keys or max_announced is below 1.
@@ -63,6 +68,7 @@ class RetentionScores:
         lookahead: Lookahead | None = None,
         max_keys: int = 1 << 18,
         max_announced: int = 1 << 18,
+        max_retained: int = 0,
     ) -> None:
         if max_keys < 1 or max_announced < 1:
             raise ValueError(f"max_keys is {max_keys} and max_announced {max_announced}: both have to be at least 1")
@@ -72,6 +78,7 @@ class RetentionScores:
         self.lookahead.on_change = self._note
         self.on_change: Callable[[int], None] = _ignore
         self._changed: dict[int, None] = {}
+        self.retained = RetainedPrefixes(max_retained, self._note)
         self._announced: dict[int, _Announcement] = {}  # least recently announced or used first
         self._finished: dict[int, None] = {}  # least recently finished first
 
@@ -80,12 +87,10 @@ class RetentionScores:
         """Whether the last announced use of some prefix is over."""
         return bool(self._finished)
 
-    def announce(self, keys: Iterable[int], uses: int, *, by_anyone: bool = True) -> None:
-        """A group will use these prefixes `uses` times more.
+    def announce(self, keys: Iterable[int], uses: int) -> None:
+        """A group will use these prefixes `uses` times more; `scheduled` is told which requests are members.
 
-        Args:
-            by_anyone: whether any request's use counts. Otherwise `scheduled` is told which requests are members, and
-                what others have used is not evicted first after the last member.
+        What others have used is not evicted first after the last member.
 
         Raises:
             ValueError: uses is below 1.
@@ -95,13 +100,28 @@ class RetentionScores:
         for key in keys:
             announced = self._announced.pop(key, None)
             if announced is None:
-                used = self.memory is not None and self.memory.uses(key) > 0
-                announced = _Announcement(0, by_anyone, earned=used and not by_anyone)
+                used = self.memory is None or self.uses(key) > 0
+                announced = _Announcement(0, earned=used)
             announced.uses += uses
             self._announced[key] = announced
             self._finished.pop(key, None)
             self._note(key)
         self._forget(self._announced, self._max_announced)
+        self._publish()
+
+    def retain(self, keys: Sequence[int], priority: int, expires: float, namespace: str | None) -> None:
+        """As `RetainedPrefixes.keep`."""
+        self.retained.keep(keys, priority, expires, namespace)
+        self._publish()
+
+    def give_up(self, keys: Sequence[int]) -> None:
+        """As `RetainedPrefixes.give_up`."""
+        self.retained.give_up(keys)
+        self._publish()
+
+    def expire(self, now: float) -> None:
+        """As `RetainedPrefixes.expire`."""
+        self.retained.expire(now)
         self._publish()
 
     def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
@@ -131,7 +151,7 @@ class RetentionScores:
             announced = self._announced.get(key)
             if announced is None:
                 continue
-            if not announced.by_anyone and key not in member_of:
+            if key not in member_of:
                 announced.earned = True
                 continue
             del self._announced[key]
@@ -145,6 +165,10 @@ class RetentionScores:
         self._forget(self._finished, self._max_keys)
         self._publish()
         return ended
+
+    def uses(self, key: int) -> int:
+        """How often the prefix was used, as far as that is remembered."""
+        return 0 if self.memory is None else self.memory.uses(key)
 
     def is_finished(self, key: int | None) -> bool:
         """Whether the last announced use of the prefix is over and no waiting request uses it."""
@@ -161,9 +185,11 @@ class RetentionScores:
         """
         if key is None:
             return UNKNOWN, 0
-        announced = self._announced.get(key)
-        if announced is not None:
+        announced, priority = self._announced.get(key), self.retained.priority(key)
+        if announced is not None and (announced.uses > 1 or not priority):
             return ANNOUNCED, announced.uses
+        if priority:
+            return RETAINED, priority
         number = self.lookahead.next_request(key)
         if number is not None:
             return QUEUED, -number
@@ -181,6 +207,8 @@ class RetentionScores:
             return 1.0 / self.lookahead.distance(-position)
         if group == ANNOUNCED:
             return float(position)
+        if group == RETAINED:
+            return 1.0 + position / (MAX_PRIORITY + 1)
         return FINISHED_SCORE if group == FINISHED else 0.0
 
     def last_of_equal_score(self, group: int, position: int) -> int | None:
@@ -191,9 +219,10 @@ class RetentionScores:
         return self.memory.last_of_age_bin(position)
 
     def clear(self) -> None:
-        """The cache is empty: announced and finished groups are gone. The memory stays."""
+        """The cache is empty: announced and finished groups and hints are gone. The memory stays."""
         self._announced.clear()
         self._finished.clear()
+        self.retained.clear()
 
     def _note(self, key: int) -> None:
         self._changed[key] = None

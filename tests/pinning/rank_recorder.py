@@ -68,7 +68,6 @@ def record() -> None:
     _after(PinLedger, "shed", lambda ledger, left, pin_id, *a, **k: note("shed", pin_id, left and len(left.tokens)))
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
     _after(PinLocks, "_acquire", lambda pins, _, pin: note("locked", pin.id, pins.locked_tokens(pin.id)))
-    _after(Retention, "announce", lambda retention, _, tokens, uses, *a: note("announced", len(tokens), uses))
     _after(
         Retention, "announce_shared", lambda retention, _, request, shared, *a: note("announced", request.rid, *shared)
     )

@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import common
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
+from sgl_prefix_attn.sglang_plugin.pinning.hints import OURS, Hints
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
@@ -106,10 +107,23 @@ class SmallServer(Pools):
             assert self.step()
             self.check_accounting()
 
-    def serve(self, prompt: list[int], extra_key: str | None = None, place: Place | None = None) -> int:
+    def serve(
+        self,
+        prompt: list[int],
+        extra_key: str | None = None,
+        place: Place | None = None,
+        *,
+        session: str | None = None,
+        hints: Hints | None = None,
+        new_tokens: int = 1,
+    ) -> int:
         """Runs one request, which may have a place in an offline job; returns how much of its prompt was cached."""
         before = self.cached_tokens
-        request = self.send(prompt, 1, extra_key)
+        request = self.send(prompt, new_tokens, extra_key)
+        request.session_id = session
+        if hints is not None:
+            action = SimpleNamespace(action_type=OURS, payload=hints.model_dump(mode="json"))
+            request.kv_hints = SimpleNamespace(actions=[action])
         if place is not None:
             request.sampling_params.custom_params = {CUSTOM_PARAMETER: place.encode()}
         self.run()

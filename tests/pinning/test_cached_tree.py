@@ -76,7 +76,7 @@ class RandomTree:
         return [root, middle, middle * 10 + self.dice.randint(0, 9)]
 
     def use(self, keys: list[int], request: int) -> None:
-        self.scores.scheduled(request, keys)
+        self.scores.scheduled(request, keys, keys if self.dice.random() < 0.7 else ())
         path = [span(key, depth, depth + 1, leaf=depth == 2) for depth, key in enumerate(keys)]
         self.tree.used(path, keys)
 

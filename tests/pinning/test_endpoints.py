@@ -312,19 +312,17 @@ def test_python_callers_meet_the_same_checks() -> None:
         ({}, SAY),
     ]
     for fields, message in bad:
-        for call in (pins.pin, pins.release, lambda **given: pins.announce(1, **given)):
+        for call in (pins.pin, pins.release):
             with pytest.raises(ValueError, match=message):
                 call(**fields)
     assert manager.commands == []
     pins.pin(range(3), lora_path="ours")
     pins.release(7)
-    pins.announce(2, text="a")
     pins.pins()
     loop.close()
     assert manager.commands == [
         {"command": "Pin", "token_ids": [0, 1, 2], "extra_key": "0c1d"},
         {"command": "ReleaseOne", "id": 7},
-        {"command": "Announce", "token_ids": [97], "uses": 2},
         {"command": "List"},
     ]
 

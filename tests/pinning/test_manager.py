@@ -14,7 +14,6 @@ from sgl_prefix_attn.offline.queue_order import Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.commands import (
-    AnnounceCommand,
     ListCommand,
     PinCommand,
     ReleaseCommand,
@@ -229,17 +228,11 @@ def test_only_what_was_computed_and_evicted_counts_as_recomputed(kind: str) -> N
     assert server.manager.counters.failures == 0
 
 
-@pytest.mark.parametrize("by", ["command", "places in an offline job"])
-def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str, by: str) -> None:
+def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
-    places: list[Place | None] = [None] * 3
-    if by != "command":
-        shared = SharedPrefix(0, 0, 20, 3)
-        places = [Place("job", number, 20 if number else 0, 1, (shared,)) for number in range(3)]
+    shared = SharedPrefix(0, 0, 20, 3)
+    places = [Place("job", number, 20 if number else 0, 1, (shared,)) for number in range(3)]
     assert server.serve([*prompt(1), 1], place=places[0]) == 0
-    if by == "command":
-        command = AnnounceCommand(token_ids=prompt(1), uses=2)
-        assert "error" not in commands.answer(commands.encode(command), server.manager)
     for number in (1, 2):
         for name in (2, 3, 4):
             server.serve(prompt(name))
@@ -249,11 +242,6 @@ def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str, by
     server.serve(prompt(6))
     assert server.serve([*prompt(1), 9]) < 20
     assert server.manager.counters.failures == 0
-
-
-def test_groups_are_announced_only_to_retention(server: SmallServer) -> None:
-    answer = commands.answer(commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.manager)
-    assert answer["error"] == {"kind": "invalid", "message": "retention is off: set PREFIXPACK_RETENTION=reuse"}
 
 
 def test_a_reset_that_nobody_told_about_is_noticed(server: SmallServer) -> None:
@@ -306,7 +294,6 @@ class TestCommands:
             (commands.encode(PinCommand(token_ids=[7] * 40)), "budget"),
             (commands.encode(ReleaseOneCommand(id=5)), "unknown"),
             (commands.encode(ReleaseCommand(token_ids=[5])), "unknown"),
-            (commands.encode(AnnounceCommand(token_ids=[5], uses=1)), "invalid"),
         ],
     )
     def test_refusals(self, request_id: str, error: str) -> None:

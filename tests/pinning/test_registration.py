@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import FLUSH, RUN_BATCH
 from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY
@@ -31,14 +32,15 @@ from tests.pinning.small_server import SmallServer
 from tests.sglang_plugin.fixture import Fixture
 from tests.support.caches import CACHES
 
-PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {CALC_PRIORITY, ADD_ONE_REQ}
+PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {RUN_BATCH, CALC_PRIORITY, ADD_ONE_REQ}
 
 
 _ASKED = pytest.mark.parametrize(
     ("asked", "hooked"),
     [
-        ({}, set()), ({"pin_budget_percent": 10}, PINNING), ({"retention": "reuse"}, PINNING),
-        ({"group_scheduling": True}, GROUPS),
+        ({}, PINNING if versions.has_kv_hints() else set()), ({"retention": "off"}, set()),
+        ({"pin_budget_percent": 10}, PINNING), ({"retention": "reuse"}, PINNING),
+        ({"group_scheduling": True, "retention": "off"}, GROUPS),
     ],
 )  # fmt: skip
 
@@ -55,6 +57,7 @@ def test_what_is_asked_for_is_hooked_in_schedulers(asked, hooked, monkeypatch):
 @_ASKED
 def test_in_wrap_mode_a_scheduler_has_what_is_asked_for_before_any_backend(asked, hooked, routes, monkeypatch):
     """Also where no backend will be wrapped. Hooks of packed steps are not among them."""
+    plugin_state.reset()
     registered: list[Hook] = []
     monkeypatch.setattr(compat_hooks, "register", registered.extend)
     monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)

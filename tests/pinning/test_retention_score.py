@@ -138,22 +138,22 @@ class TestRetentionScores:
         scores = RetentionScores(ReuseMemory())
         scores.announce([7, 8], uses=2)
         assert scores.of(7) == 2.0
-        assert scores.scheduled("a", [7, 8]) == []
+        assert scores.scheduled("a", [7, 8], {7, 8}) == []
         assert scores.of(8) == 1.0
-        assert scores.scheduled("b", [7, 8]) == [7, 8]
+        assert scores.scheduled("b", [7, 8], {7, 8}) == [7, 8]
         assert scores.of(7) < scores.of(12345)
 
     def test_what_others_have_used_is_never_lowered(self) -> None:
         scores = RetentionScores(ReuseMemory())
         scores.scheduled("other", [7])
-        scores.announce([7, 8, 9], uses=1, by_anyone=False)  # 7 was used before, 8 is used meanwhile
+        scores.announce([7, 8, 9], uses=1)  # 7 was used before, 8 is used meanwhile
         assert scores.scheduled("other", [8]) == []
         assert scores.scheduled("member", [7, 8, 9], {7, 8, 9}) == [7, 8, 9]
         assert [scores.is_finished(key) for key in (7, 8, 9)] == [False, False, True]
 
     def test_uses_of_others_do_not_count_for_a_job(self) -> None:
         scores = RetentionScores(ReuseMemory())
-        scores.announce([7], uses=2, by_anyone=False)
+        scores.announce([7], uses=2)
         scores.scheduled("other", [7])
         assert scores.of(7) == 2.0
         scores.clear()
@@ -168,8 +168,8 @@ class TestRetentionScores:
         assert [scores.of(key) for key in range(5)] == [7.0, 0.0, 0.0, 2.0, 2.0]
 
     def test_what_is_spent_is_forgotten_longest_ago_first(self) -> None:
-        scores = RetentionScores(max_keys=3)
+        scores = RetentionScores(ReuseMemory(), max_keys=3)
         for key in range(5):
             scores.announce([key], uses=1)
-            assert scores.scheduled(key, [key]) == [key]
+            assert scores.scheduled(key, [key], {key}) == [key]
         assert [scores.of(key) < 0 for key in range(5)] == [False, False, True, True, True]

@@ -14,6 +14,10 @@ EVICT_IN_ALLOCATOR = Target(
 RELEASE_KV = Target("mem_cache.common.release_kv_cache", Use.HOOK, ("req", "tree_cache"))
 RUN_BATCH = Target("managers.scheduler.Scheduler.run_batch", Use.HOOK, ("self", "batch"))
 FLUSH = Target("managers.scheduler.Scheduler.flush_cache", Use.HOOK, ("self",))
+CLOSE_SESSION = Target("managers.scheduler.Scheduler.close_session", Use.HOOK, ("self", "recv_req"))
+CREATE_TOKENIZED = Target(
+    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object", Use.HOOK, ("self", "obj")
+)
 
 _RADIX = "mem_cache.radix_cache.RadixCache"
 _UNIFIED = "mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -26,6 +30,16 @@ PINNING_TARGETS = (
     RELEASE_KV,
     RUN_BATCH,
     FLUSH,
+    CLOSE_SESSION,
+    CREATE_TOKENIZED,
+    Target("managers.kv_hints.KvHintAction", Use.CLASS, since="0.5.23"),
+    Target("managers.kv_hints.KvHintsEnvelope", Use.CLASS, since="0.5.23"),
+    *attributes_of("managers.kv_hints.KvHintAction", "action_id action_type action_version payload", since="0.5.23"),
+    *attributes_of("managers.kv_hints.KvHintsEnvelope", "protocol_version message_id actions", since="0.5.23"),
+    *attributes_of("managers.io_struct.TokenizedGenerateReqInput", "kv_hints", since="0.5.23"),
+    *attributes_of("managers.io_struct.CloseSessionReqInput", "session_id"),
+    *attributes_of("managers.schedule_batch.Req", "kv_hints", since="0.5.23"),
+    *attributes_of("managers.schedule_batch.Req", "session_id", since="0.5.15"),
     *attributes_of(_RADIX, "evictable_leaves is_eagle token_to_kv_pool_allocator"),
     Target(f"{_RADIX}.match_prefix", Use.CALL, ("params",)),
     Target(f"{_RADIX}.inc_lock_ref", Use.CALL, ("node",)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from importlib import metadata
@@ -92,6 +93,11 @@ def _committed_len() -> Callable[[Any], int] | None:
         return None
     in_info = "kv_committed_len" in getattr(info, "__dataclass_fields__", ())  # 0.5.19 and later
     return operator.attrgetter("kv.kv_committed_len" if in_info else "kv_committed_len")
+
+
+def has_kv_hints() -> bool:
+    """Whether requests carry KV hints."""
+    return importlib.util.find_spec("sglang.srt.managers.kv_hints") is not None
 
 
 def keeps_committed_lens() -> bool:

@@ -33,6 +33,7 @@ from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape
+from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.startup import entry
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
@@ -67,6 +68,7 @@ class Diagnosis:
         model: architectures.
         device: of the server.
         kernels: name of those that run packed steps on a GPU, and why not others; None on a CPU.
+        hints: why KV hints and sessions of requests are not read; None if they are.
         heads_of_all_ranks: whether the model spreads its heads over other ranks than the KV pool does.
     """
 
@@ -77,6 +79,7 @@ class Diagnosis:
     model: list[str]
     device: str
     kernels: str | None = None
+    hints: str | None = None
     heads_of_all_ranks: bool = False
     changes: list[Change] = field(default_factory=list)
     after: Diagnosis | None = None
@@ -171,7 +174,8 @@ def examine(server: PlannedServer, settings: Settings) -> Diagnosis:
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
         backends, way, steps, _layers(server, settings, decode), server.architectures, server.device,
-        kernels_of(server, settings), server.heads_of_all_ranks,
+        kernels_of(server, settings), registration.why_not_read(settings.retention, server.server_args),
+        server.heads_of_all_ranks,
     )  # fmt: skip
 
 

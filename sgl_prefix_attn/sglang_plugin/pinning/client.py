@@ -18,7 +18,6 @@ from sgl_prefix_attn.sglang_plugin.pinning.commands import (
     COPY_KEY,
     MAX_TOKENS,
     RENEWED_KEY,
-    AnnounceCommand,
     Command,
     ListCommand,
     PinCommand,
@@ -133,38 +132,6 @@ class EnginePins:
             return self._run(ReleaseOneCommand, id=pin_id)
         fields = {"extra_key": extra_key, "cache_salt": cache_salt, "lora_path": lora_path}
         return self._run(ReleaseCommand, token_ids=token_ids, text=text, **fields)
-
-    def announce(
-        self,
-        uses: int,
-        token_ids: Sequence[int] | None = None,
-        *,
-        text: str | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        lora_path: str | None = None,
-    ) -> list[dict[str, Any]]:
-        """Announces `uses` more requests that share this prefix, and none after them. Needs retention.
-
-        The prefix is kept before all others until the last of them is admitted; then it is evicted first.
-
-        Args:
-            uses: requests to come, from 1 on.
-            token_ids: the prefix, up to the context length of the model and 131,072; or give `text`.
-            text: the prefix as a text.
-            extra_key: as the requests will carry it.
-            cache_salt: as the requests will carry it.
-            lora_path: as the requests will carry it.
-
-        Returns:
-            For each copy a dict with `pinned_tokens` and `budget_tokens`.
-
-        Raises:
-            ValueError: not exactly one of token_ids and text is given, or a value is unusable.
-            PinningError: a copy refused, for example because retention is off.
-        """
-        fields = {"extra_key": extra_key, "cache_salt": cache_salt, "lora_path": lora_path}
-        return self._run(AnnounceCommand, uses=uses, token_ids=token_ids, text=text, **fields)
 
     def pins(self) -> list[dict[str, Any]]:
         """All pins.

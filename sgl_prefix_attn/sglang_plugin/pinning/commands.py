@@ -79,19 +79,13 @@ class ReleaseOneCommand(BaseModel):
     id: PinId
 
 
-class AnnounceCommand(Prefix):
-    """Announce that an offline group will send `uses` more requests that share this prefix."""
-
-    uses: Count
-
-
 class ListCommand(BaseModel):
     """List the pins."""
 
 
-Command = PinCommand | ReleaseCommand | ReleaseOneCommand | AnnounceCommand | ListCommand
+Command = PinCommand | ReleaseCommand | ReleaseOneCommand | ListCommand
 _COMMANDS: dict[str, type[Command]] = {
-    kind.__name__: kind for kind in (PinCommand, ReleaseCommand, ReleaseOneCommand, AnnounceCommand, ListCommand)
+    kind.__name__: kind for kind in (PinCommand, ReleaseCommand, ReleaseOneCommand, ListCommand)
 }
 
 
@@ -147,9 +141,6 @@ def _execute(command: Command, manager: PinningManager) -> dict[str, Any]:
         pin = manager.pin(tokens, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
         renewed = {} if manager.counters.pins_made > made_before else {RENEWED_KEY: True}
         return {"pin": _describe(pin, manager), **renewed, **_totals(manager)}
-    if isinstance(command, AnnounceCommand):
-        manager.announce(tokens, command.uses, command.namespace)
-        return _totals(manager)
     pins = manager.pins.of(tokens, command.namespace)
     if not pins:
         raise UnknownPinError(f"there is no pin of this prefix of {len(tokens)} tokens")

@@ -10,6 +10,7 @@ in use, never all nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -26,8 +27,11 @@ from sgl_prefix_attn.pinning import (
     StoredPrompt,
 )
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
+from sgl_prefix_attn.pinning.cached_tree import Use
 from sgl_prefix_attn.pinning.ledger import MAX_PINS
+from sgl_prefix_attn.sglang_plugin.pinning.hints import Hints, hints_of
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters
+from sgl_prefix_attn.sglang_plugin.pinning.sessions import Owner, Sessions
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import LockableTree, Namespace
 from sgl_prefix_attn.sglang_plugin.scheduling.offline_prefixes import OfflinePrefixes
 
@@ -53,17 +57,34 @@ class Retention:
         lookahead: waiting requests that count.
         block: tokens per prefix key.
         counters: counts avoided evictions and recomputed tokens.
+        remember: whether past use counts. Otherwise the least recently used goes first, but for hints and sessions.
+        hint_tokens: tokens that hints may keep.
 
     Attributes:
         scores: retention scores of the prefixes.
         offline: shared prefixes of offline jobs.
+        sessions: the last turns of sessions.
+        listens: whether hints and sessions of requests are read.
     """
 
-    def __init__(self, tree: LockableTree, cache: Any, lookahead: int, block: int, counters: PinningCounters) -> None:
-        self._memory = ReuseMemory()
+    def __init__(
+        self,
+        tree: LockableTree,
+        cache: Any,
+        lookahead: int,
+        block: int,
+        counters: PinningCounters,
+        *,
+        remember: bool = True,
+        hint_tokens: int = 0,
+    ) -> None:
+        self._memory = ReuseMemory() if remember else None
+        self._cache = cache
         pool = cache.token_to_kv_pool_allocator.size
         most = max(1, pool // _ANNOUNCED_PART // block)
-        self.scores = RetentionScores(self._memory, Lookahead(lookahead), max_announced=most)
+        self.scores = RetentionScores(
+            self._memory, Lookahead(lookahead), max_announced=most, max_retained=hint_tokens // block
+        )
         self._tree = tree
         self._quantum = max(1, pool // _QUANTA)
         self._block = block
@@ -77,14 +98,12 @@ class Retention:
         # Length and last key by pin id, least recently asked for first: pins are compared whenever tokens are missing.
         self._pin_keys: dict[int, tuple[int, int | None]] = {}
         self.offline = OfflinePrefixes(self.announce_shared)
-
-    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace) -> None:
-        """A group will send `uses` more requests that share this prefix."""
-        self.scores.announce(keys_of(tokens, self._block, self._tree.namespace(namespace).text), uses)
+        self.sessions = Sessions()
+        self.listens = False
 
     def announce_shared(self, request: Any, shared: SharedPrefix, uses: int) -> None:
         """Announces a span of a request's prompt, without the tokens before it."""
-        self.scores.announce(self._shared_keys(request, shared), uses, by_anyone=False)
+        self.scores.announce(self._shared_keys(request, shared), uses)
 
     def queue(self, waiting: Iterable[Any]) -> None:
         """Takes over the waiting queue, in the order in which it will be served."""
@@ -97,8 +116,12 @@ class Retention:
             self.scores.remove(request.rid)
             return
         setattr(request, _COUNTED, True)
+        setattr(request, _FOUND, cached_tokens)
         keys = self._prompt_keys(request)
         self._count_recomputed(request, keys, cached_tokens)
+        if self.listens:
+            self._read_hints(request)
+            self._supersede(Owner.of_request(request), keys, cached_tokens)
         announced = {key for shared in self.offline.of(request) for key in self._shared_keys(request, shared)}
         self.scores.scheduled(request.rid, keys, announced)
 
@@ -114,8 +137,25 @@ class Retention:
         if handle is not None:
             path = self._tree.path(handle)
             stored = self._store(prompt, path)
-            self._settle(self._cached.used(path, stored, stored))
+            owner = Owner.of_request(request) if self.listens else None
+            self._settle(self._cached.used(path, stored, stored, Use(owner, getattr(request, _FOUND, None))))
+            hints = getattr(request, _HINTS, None)
+            if hints is not None:
+                self._keep(hints, keys, namespace.text)
             self._split_where_scores_change(prompt, stored, path)
+            if owner is not None:
+                closed = self.sessions.finished(owner, path[-1].id, self._prompt_keys(request))
+                if closed or (hints is not None and hints.ends):
+                    self.scores.give_up(keys)
+                    self._counters.superseded_tokens += self._cached.supersede(path[-1].id, owner, 0)
+                self._counters.retained_tokens = len(self.scores.retained) * self._block
+
+    def close_session(self, session: str) -> None:
+        """A session is over. Without namespace: only sessions without one can be closed by their id."""
+        owner = Owner(None, session)
+        turn = self.sessions.close(owner)
+        if turn is not None:
+            self._counters.superseded_tokens += self._cached.supersede(turn.leaf, owner, 0)
 
     def clear(self) -> None:
         """The tree was reset."""
@@ -125,6 +165,7 @@ class Retention:
         self._coming.clear()
         self.scores.clear()
         self.offline.clear()
+        self.sessions.clear()
 
     def score_of_pin(self, pin: Pin) -> float:
         """Retention score of a pin's prefix."""
@@ -142,16 +183,66 @@ class Retention:
         if not self._tree.can_evict:
             return
         self._check_some_leaves()
-        missing = max(tokens, self._quantum)
-        victims = self._cached.select_victims(missing, self._in_use)
+        missing, unknown = max(tokens, self._quantum), self._unknown()
+        if unknown:
+            missing = self._evict_lowest(missing, tokens, below=0.0) - unknown
+        self._evict_lowest(missing, tokens)
+
+    # Details ----------------------------------------------------------------------------------------------------------
+
+    def _read_hints(self, request: Any) -> None:
+        hints = hints_of(request)
+        if hints is not None:
+            self._counters.hints_ignored += hints.ignored
+            self.scores.expire(hints.now)
+            if hints.spans or hints.ends:
+                setattr(request, _HINTS, hints)
+
+    def _supersede(self, owner: Owner, keys: Sequence[int], cached_tokens: int) -> None:
+        """What only the session's last turn used, and this one does not, goes first from now on."""
+        self.sessions.admitted(owner)
+        turn = self.sessions.superseded(owner, keys)
+        if turn is None or cached_tokens < turn.blocks * self._block:
+            return
+        node = self._cached.get(turn.leaf)
+        if node is not None and self._tree.alive(node.handle):
+            self._settle(
+                self._cached.place(self._tree.path(node.handle))
+            )  # the match of this request may have split it
+            self._counters.superseded_tokens += self._cached.supersede(turn.leaf, owner, cached_tokens)
+
+    def _keep(self, hints: Hints, keys: Sequence[int], namespace: str | None) -> None:
+        """Executes the hints of a request that has ended."""
+        for begin, end, priority, seconds in hints.spans:
+            last = len(keys) if end is None else end // self._block
+            if priority == 0:
+                self.scores.give_up(keys[begin // self._block : last])
+            elif not self.scores.retained.budget:
+                self._counters.hints_ignored += 1
+                continue
+            else:
+                self.scores.retain(
+                    keys[:last], priority, math.inf if seconds is None else hints.now + seconds, namespace
+                )
+            self._counters.hints_executed += 1
+        self._counters.hints_executed += hints.ends
+
+    def _unknown(self) -> int:
+        """Evictable tokens that were cached before this began. They were used least recently: SGLang evicts them."""
+        if self._memory is not None:  # it began with the server
+            return 0
+        return max(0, int(self._cache.evictable_size()) - self._cached.tokens)
+
+    def _evict_lowest(self, missing: int, tokens: int, below: float = math.inf) -> int:
+        """Evicts so many tokens, of nodes whose score is below that; returns how many are still missing."""
+        victims = self._cached.select_victims(missing, self._in_use, below=below)
         if victims:
             self._count_avoided(tokens, {node.id for node in victims})
         while victims and missing > 0:
             for node in victims:
                 missing -= self._evict(node, missing)
-            victims = self._cached.select_victims(missing, self._in_use)
-
-    # Details ----------------------------------------------------------------------------------------------------------
+            victims = self._cached.select_victims(missing, self._in_use, below=below)
+        return missing
 
     def _evict(self, node: CachedNode, wanted: int) -> int:
         """Evicts a selected node, or its end if that is enough; returns how many tokens that freed."""
@@ -203,6 +294,8 @@ class Retention:
             if other.output_ids or other.finished():
                 del self._computing[rid]
                 self._coming.difference_update(coming)
+        if self._memory is None:
+            return
         known = self._memory.known_prefix(keys)
         self._computing[request.rid] = request, keys[known:]
         computed = next((index for index, key in enumerate(keys[:known]) if key in self._coming), known)
@@ -264,10 +357,10 @@ class Retention:
                     self._settle(self._cached.seen(self._tree.path(handle), stored, stored))
 
     def _score_changes(self, prompt: _Prompt) -> Iterator[int]:
-        memory, next_use = self._memory, self.scores.lookahead.next_use
+        scores, next_use = self.scores, self.scores.lookahead.next_use
         before = None
         for index, key in enumerate(prompt.keys):
-            after = (memory.uses(key), next_use(key))
+            after = (scores.uses(key), next_use(key), scores.retained.priority(key))
             if after != before:
                 yield index * self._block
             before = after
@@ -290,3 +383,5 @@ class Retention:
 
 _COUNTED = "_prefixpack_counted"
 _KEYS = "_prefixpack_keys"
+_FOUND = "_prefixpack_found"
+_HINTS = "_prefixpack_hints"

@@ -1,6 +1,6 @@
 """Pinning's hooks on SGLang's scheduler, each with one guard.
 
-Without pins, and with retention off, every hook returns at once.
+Without pins and retention, and before the first request with hints or a session, every hook returns at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
+    CLOSE_SESSION,
     EVICT,
     EVICT_IN_ALLOCATOR,
     FLUSH,
@@ -19,6 +20,7 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
 )
 from sgl_prefix_attn.sglang_plugin.compat.targets import INTERNAL_STATE, ON_IDLE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
+from sgl_prefix_attn.sglang_plugin.pinning.hints import asks_for_anything
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings, PinningState
 from sgl_prefix_attn.sglang_plugin.scheduling.admission import Gatekeeper
@@ -88,6 +90,8 @@ class PinningHooks(Gatekeeper):
 
     def admitted(self, adder: Any, request: Any) -> None:
         """Records an admission."""
+        if asks_for_anything(request):
+            self.state.hinted()
         manager = self.state.manager_of(adder.tree_cache)
         if manager is None:
             return
@@ -147,6 +151,13 @@ class PinningHooks(Gatekeeper):
         with Guard(manager.counters, "pins.on_idle"):
             self.state.idle(scheduler, manager)
 
+    def after_close_session(self, result: Any, scheduler: Any, recv_req: Any) -> None:
+        """AFTER hook on `Scheduler.close_session`."""
+        manager = self.state.manager_of(scheduler.tree_cache)
+        if manager is not None:
+            with Guard(manager.counters, "pins.close_session"):
+                manager.close_session(recv_req.session_id)
+
     def after_flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `Scheduler.flush_cache`: a flush that was done has dropped all locks."""
         manager = self.state.manager_of(scheduler.tree_cache)
@@ -198,6 +209,9 @@ class PinningHooks(Gatekeeper):
             Hook(RUN_BATCH, self.after_run_batch, "AFTER", "pins do not expire"),
             Hook(ON_IDLE, self.after_on_idle, "AFTER", "metrics of pins lag by some steps while the server is idle"),
             Hook(FLUSH, self.after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
+            Hook(
+                CLOSE_SESSION, self.after_close_session, "AFTER", "KV of closed sessions stays until it is the oldest"
+            ),
             Hook(INTERNAL_STATE, self.around_get_internal_state, "AROUND", "pinning commands get no answer"),
         )
         if not _allocator_evicts():

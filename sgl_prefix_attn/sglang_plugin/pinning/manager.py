@@ -26,7 +26,9 @@ class PinningManager:
         tree: the cache's adapter.
         cache: the cache itself: its `evictable_size`, and its allocator's `available_size` and `size`.
         budget: tokens that may be pinned.
-        retention: whether retention chooses what is evicted; otherwise SGLang's order holds.
+        retention: whether retention chooses what is evicted; otherwise SGLang's order holds, until `listen`.
+        remember: whether past use counts for retention.
+        hint_tokens: tokens that hints may keep.
         jobs: whether requests may announce the shared prefixes of their offline job to retention.
         lookahead: waiting requests that retention counts.
         block: tokens per prefix key of retention.
@@ -44,17 +46,28 @@ class PinningManager:
         *,
         budget: int,
         retention: bool,
+        remember: bool = True,
+        hint_tokens: int = 0,
         jobs: bool = False,
         lookahead: int = 1024,
         block: int = 64,
     ) -> None:
         self.counters = PinningCounters()
         self.pins = PinLocks(tree, cache, budget, self.counters)
-        self.retention = Retention(tree, cache, lookahead, block, self.counters) if retention else None
+        self._make_retention = lambda: Retention(
+            tree, cache, lookahead, block, self.counters, remember=remember, hint_tokens=hint_tokens
+        )
+        self.retention = self._make_retention() if retention else None
         self._jobs = jobs
         self._tree = tree
         self._allocator = cache.token_to_kv_pool_allocator
         self._root = tree.root()
+
+    def listen(self) -> None:
+        """From now on retention reads hints and sessions. It starts now if it was off."""
+        if self.retention is None:
+            self.retention = self._make_retention()
+        self.retention.listens = True
 
     # Pins -------------------------------------------------------------------------------------------------------------
 
@@ -80,13 +93,6 @@ class PinningManager:
         """Ends a pin. Raises UnknownPinError if there is none with this id."""
         self._check_root()
         return self.pins.release(pin_id)
-
-    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN) -> None:
-        """A group will send `uses` more requests that share this prefix. Raises ValueError if retention is off."""
-        if self.retention is None:
-            raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
-        self._check_root()
-        self.retention.announce(tokens, uses, namespace)
 
     # Events of the scheduler ------------------------------------------------------------------------------------------
 
@@ -123,6 +129,12 @@ class PinningManager:
         if self.retention is not None:
             self.retention.clear()
         self._root = self._tree.root()
+
+    def close_session(self, session: str) -> None:
+        """A session is over, see `Retention.close_session`."""
+        if self.retention is not None:
+            self._check_root()
+            self.retention.close_session(session)
 
     # Room -------------------------------------------------------------------------------------------------------------
 

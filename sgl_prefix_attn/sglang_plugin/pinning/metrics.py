@@ -21,6 +21,9 @@ class PinningCounters:
         tokens_shed: tokens of pins given up to make room.
         evictions_avoided: tokens that the least-recently-used order would have evicted and retention kept.
         recomputed_tokens: prompt tokens that were computed before and evicted since.
+        retained_tokens: tokens that hints keep, whether cached or not; a current value.
+        hints_executed, hints_ignored: hints of requests.
+        superseded_tokens: cached tokens that a session needs no more.
         failures: exceptions in the hooks; SGLang continued without them.
         record: those of the process, by hook.
     """
@@ -34,6 +37,10 @@ class PinningCounters:
     tokens_shed: int = 0
     evictions_avoided: int = 0
     recomputed_tokens: int = 0
+    retained_tokens: int = 0
+    hints_executed: int = 0
+    hints_ignored: int = 0
+    superseded_tokens: int = 0
     failures: int = 0
     record: Failures = field(default_factory=Failures, repr=False, compare=False)
 
@@ -56,6 +63,10 @@ _METRICS = (
         "Tokens that the least-recently-used order would have evicted and retention kept.",
     ),
     Metric("recomputed_tokens_total", "Prompt tokens computed again although they had been computed before."),
+    Metric("retained_tokens", "Tokens that KV hints keep.", kind="gauge"),
+    Metric("hints_executed_total", "KV hints that were executed."),
+    Metric("hints_ignored_total", "KV hints that were not executed."),
+    Metric("superseded_tokens_total", "Cached tokens that their session needs no more."),
     Metric("pinning_failures_total", "Exceptions in the pinning hooks."),
 )
 

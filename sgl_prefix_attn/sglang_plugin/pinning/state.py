@@ -11,6 +11,7 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
+from sgl_prefix_attn.sglang_plugin.pinning.registration import why_not_read
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
 from sgl_prefix_attn.sglang_plugin.telemetry.failures import OF_AN_EXCEPTION, Failures
 from sgl_prefix_attn.sglang_plugin.telemetry.fallback_reasons import Refused
@@ -25,7 +26,9 @@ class PinningSettings:
 
     Attributes:
         budget_percent: share of the KV pool that may be pinned; 0: no pins.
-        retention: whether retention chooses what is evicted.
+        retention: whether retention chooses what is evicted, from the start and with the memory of past use.
+        hints: whether it does so from the first request with hints or a session on.
+        hint_budget_percent: share of the KV pool that hints may keep.
         jobs: whether requests may announce the shared prefixes of their offline job to retention.
         lookahead: waiting requests that retention counts.
         block: tokens per prefix key of retention.
@@ -35,6 +38,8 @@ class PinningSettings:
 
     budget_percent: int = 0
     retention: bool = False
+    hints: bool = False
+    hint_budget_percent: int = 0
     jobs: bool = False
     lookahead: int = 1024
     block: int = 64
@@ -46,6 +51,8 @@ class PinningSettings:
         return cls(
             budget_percent=settings.pin_budget_percent,
             retention=settings.retention == "reuse",
+            hints=settings.retention == "hints",
+            hint_budget_percent=settings.hint_budget_percent,
             jobs=settings.group_scheduling,
             lookahead=settings.retention_lookahead,
             block=settings.retention_block,
@@ -63,6 +70,7 @@ class PinningState:
     Attributes:
         settings: the settings.
         metrics: None before the first update, and if SGLang exports no metrics.
+        awake: whether there is anything to do: pins or retention are asked for, or a request had hints or a session.
         sends_kv: whether this is a prefill server of disaggregated serving. Known once there is a manager.
     """
 
@@ -70,13 +78,15 @@ class PinningState:
         self.settings, self.failures = settings, failures
         self.metrics: PinningMetrics | None = None
         self.sends_kv = False
+        self.awake = settings.budget_percent > 0 or settings.retention
+        self._hinted = self._listens = False
         # By id(cache); the cache is kept alive, so the id stays its own.
         self._managers: dict[int, tuple[Any, PinningManager | None]] = {}
         self._steps = 0
 
     def manager_of(self, cache: Any) -> PinningManager | None:
-        """The manager of this cache, None if there is no cache or it cannot be pinned. Never raises."""
-        if cache is None:
+        """The manager of this cache, None if there is no cache, nothing to do, or it cannot be pinned. Never raises."""
+        if cache is None or not self.awake:
             return None
         known = self._managers.get(id(cache))
         if known is None:
@@ -88,6 +98,23 @@ class PinningState:
                 manager = None
             known = self._managers[id(cache)] = (cache, manager)
         return known[1]
+
+    def hinted(self) -> None:
+        """A request has hints or a session. The first one starts retention, where the settings leave it to hints."""
+        if self._hinted:
+            return
+        self._hinted = True
+        if not self.settings.hints and not self.settings.retention:
+            return
+        refusal = why_not_read("reuse" if self.settings.retention else "hints", versions.server_args())
+        if refusal is not None:
+            logger.warning("prefixpack: KV hints and sessions are not read: %s", refusal)
+            self.failures.switch_off("hints", refusal)
+            return
+        self.awake = self._listens = True
+        for _, manager in self._managers.values():
+            if manager is not None:
+                manager.listen()
 
     def step_done(self, scheduler: Any, manager: PinningManager) -> None:
         """Updates the metrics every `flush_steps` steps."""
@@ -129,18 +156,22 @@ class PinningState:
             tree.name,
             budget,
             size,
-            "on" if self.settings.retention else "off",
+            "on" if self.settings.retention else "by hints" if self.settings.hints else "off",
         )
         manager = PinningManager(
             tree,
             cache,
             budget=budget,
             retention=self.settings.retention,
+            remember=self.settings.retention,
+            hint_tokens=size * self.settings.hint_budget_percent // 100,
             jobs=self.settings.jobs,
             lookahead=self.settings.lookahead,
             block=self.settings.block,
         )
         manager.counters.record = self.failures
+        if self._listens:
+            manager.listen()
         return manager
 
     def _off(self, why: str) -> None:
@@ -150,3 +181,5 @@ class PinningState:
             self.failures.switch_off("pin_budget_percent", why)
         if self.settings.retention:
             self.failures.switch_off("retention", why)
+        if self._listens:
+            self.failures.switch_off("hints", why)

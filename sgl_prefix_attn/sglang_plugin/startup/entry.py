@@ -3,7 +3,8 @@
 `register` must be quick and must never take the server down. In the main process it only adds the name `prefixpack`.
 Hooks are registered in scheduler processes only, because their targets import half of SGLang. Most come with a backend
 of ours (`factory.connect`). On a GPU a server that uses another backend has no hooks unless the settings ask for them,
-and loads next to nothing of this package. On a CPU it has those for our name, which do nothing.
+and loads next to nothing of this package; where requests carry KV hints, it has those that wait for some. On a CPU it
+has those for our name, which do nothing.
 """
 
 from __future__ import annotations

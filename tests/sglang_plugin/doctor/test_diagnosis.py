@@ -26,6 +26,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.routing import conservative, rule, verify
 from sgl_prefix_attn.settings import Settings, load_settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
 from sgl_prefix_attn.sglang_plugin.doctor import planned_server
@@ -325,6 +326,9 @@ class TestCommand:
         page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
         (shown,) = re.findall(r"```console\n\$ [^\n]*\n(.*?)```", page, re.DOTALL)
         text = text.replace("4 x full attention, 4/2 heads", "2 x full attention, 8/2 heads")  # as in `tiny-model`
+        (hints,) = re.findall(r"KV hints and sessions: .*", shown)
+        if versions.has_kv_hints():
+            text = text.replace("KV hints and sessions: read", hints)
         assert text.splitlines()[1:] == shown.splitlines()[1:]  # the first line has versions
 
     def test_json(self, models, capsys, monkeypatch):
