@@ -50,19 +50,19 @@ def run(args: argparse.Namespace) -> int:
 
 def markdown() -> str:
     """The reference of all settings and other variables: the generated part of docs/settings.md."""
-    parts = []
-    for key, field in Settings.model_fields.items():
-        about = (
-            f"Variable `{variable_name(key)}`. Default: {_as_text(field.default)}. Accepted: {accepted_values(key)}."
-        )
-        parts += [f"### `{key}`", _wrapped(about), _wrapped(str(field.description))]
-    parts.append("## Other variables")
+    settings = [
+        f'- <a id="{key}"></a>`{key}` (default {_as_text(field.default)}; accepted: {accepted_values(key)}). '
+        + str(field.description)
+        for key, field in Settings.model_fields.items()
+    ]
     variables = [f"- `{name}`: {meaning}" for name, meaning in OTHER_VARIABLES.items()]
-    return "\n\n".join([*parts, "\n".join(variables)])
+    return "\n".join([*map(_wrapped, settings), "", "## Other variables", "", *variables])
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _MARKDOWN_COLUMNS, break_long_words=False, break_on_hyphens=False)
+def _wrapped(item: str) -> str:
+    return textwrap.fill(
+        item, _MARKDOWN_COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _records(loaded: LoadedSettings) -> list[dict[str, Any]]:

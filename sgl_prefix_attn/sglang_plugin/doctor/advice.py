@@ -61,13 +61,15 @@ class Change:
 
 
 def markdown() -> str:
-    """All reasons by section, each with its meaning and what to do about it: the end of docs/troubleshooting.md."""
+    """All reasons by section, with what there is to do about them: the end of docs/troubleshooting.md."""
     sections = groupby(REASONS, lambda reason: reason.section)
     return "\n\n".join(f"### {title}\n\n" + "\n".join(map(_entry, reasons)) for title, reasons in sections)
 
 
 def _entry(reason: Reason) -> str:
-    text = f"- `{reason.key}`: {reason.text[0].lower()}{reason.text[1:]}. *{reason.advice}*"
+    text = f"- `{reason.key}`: {reason.text[0].lower()}{reason.text[1:]}."
+    if not reason.advice.startswith(("Nothing:", "Nothing.")):
+        text += f" *{reason.advice}*"
     return textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

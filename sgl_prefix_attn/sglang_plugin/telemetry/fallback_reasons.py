@@ -49,7 +49,7 @@ class Refused(NamedTuple):
     detail: str
 
 
-_REPORT = "Report it with the log: this is an error of this package or an SGLang that it does not know."
+_REPORT = "Report it with the log."
 
 _step = partial(Reason, section="Steps")
 IDLE = _step("idle", "an idle step without tokens", "Nothing: such steps have no work.")
