@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import git_commit
-from benchmarks.serving.provenance import machine_name, package_versions
+from benchmarks.provenance import git_commit, machine_name, package_versions
 
 DRAFT = "draft_model"
 OVERTIME = 3  # times a job's usual minutes, after which it hangs
@@ -128,12 +127,6 @@ JOBS = (
         "commands_of_pages",
         10,
         f"{_PYTEST} tests/benchmarks/test_commands.py tests/e2e/test_documented_launches.py",
-    ),
-    Job(
-        "refused",
-        7,
-        "-m benchmarks.serving.refused --device cuda --backend triton --only mla deterministic --steps 1000 --starts 2 "
-        "--out {out}.json",
     ),
 )
 

@@ -1,17 +1,24 @@
-"""Which code a result comes from, and which processor."""
+"""Where a result comes from: code, machine, versions and the environment that servers inherit."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import sgl_prefix_attn
 
+PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch")
+# Variables that change what a server does or how its ranks talk.
+_PREFIXES = ("GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "PREFIXPACK_", "SGLANG_", "TORCH")
 
-def versions_of(packages: Iterable[str]) -> dict[str, str | None]:
+
+def package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Versions of installed packages, None where one is not, and of this project's code, whatever its metadata says."""
     versions: dict[str, str | None] = {}
     for package in packages:
@@ -20,6 +27,26 @@ def versions_of(packages: Iterable[str]) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return versions | {"sgl-prefix-attn": sgl_prefix_attn.__version__}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Variables of this process that every server sees and that matter to it, by name."""
+    return {name: without_folders(value) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def arguments_of(args: Any) -> dict[str, str]:
+    """Arguments of a benchmark by name."""
+    return {name: without_folders(str(value)) for name, value in vars(args).items() if value is not None}
+
+
+def without_folders(text: str) -> str:
+    """The text with the last name of each absolute path only: results do not depend on where files lie."""
+    return re.sub(r"(?<![\w./])/(?:[^\s/'\",]+/)*([^\s/'\",]+)", r"\1", text)
+
+
+def machine_name() -> str:
+    """The first GPU's name, else the processor's."""
+    return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or cpu_name()
 
 
 def cpu_name() -> str:
@@ -32,10 +59,13 @@ def cpu_name() -> str:
 
 def git_commit() -> str | None:
     """HEAD of the checkout that this file lies in; None without one."""
+    return _output("git", "rev-parse", "HEAD")
+
+
+def _output(*command: str) -> str | None:
+    """The first line that a command prints; None if there is none, or no such command."""
     try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return next(iter(done.stdout.splitlines()), None)

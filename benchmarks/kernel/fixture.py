@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from sgl_prefix_attn.workloads.case import KV_BYTES, Case, Heads
+from benchmarks.workloads.case import KV_BYTES, Case, Heads
 
 # Types of the KV pool by name. Scales of fp8 are 1: noise needs no others.
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}

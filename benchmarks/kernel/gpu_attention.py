@@ -31,11 +31,12 @@ from benchmarks.kernel.baseline import Baseline
 from benchmarks.kernel.fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_case_run import CaseRun, described
 from benchmarks.kernel.gpu_cases import select
+from benchmarks.kernel.gpu_drawn_report import row_line
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
-from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
+from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines
 from benchmarks.kernel.timing import Timer, copy_bandwidth
-from benchmarks.provenance import git_commit, versions_of
-from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
+from benchmarks.provenance import git_commit, package_versions
+from benchmarks.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy")
 Makers = dict[str, Callable[[torch.device], Baseline]]
@@ -82,7 +83,7 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
     return {
         "gpu": properties.name, "num_sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1), "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions_of(PACKAGES),
+        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": package_versions(PACKAGES),
         "copy_bandwidth": copy_bandwidth(device), "matrix_rate": MATRIX_RATE,
         "graph_floor_us": round(timer.graph_floor_us(), 2),
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
@@ -208,8 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(str(error))
     with torch.inference_mode():
         status = run_cases([case for case in cases if not results.done(case.key)], baselines, results, timer, args)
-    print(table(results.rows))
-    print("\n".join(summary_lines(results.rows)))
+    print("\n".join([*map(row_line, results.rows), *summary_lines(results.rows)]))
     for name, reason in absent.items():
         print(f"absent: {name}: {reason}")
     return status

@@ -14,9 +14,9 @@ from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS
 from benchmarks.kernel.timing import Timer
 from benchmarks.simulator import figures_of, makespan
+from benchmarks.workloads.case import Case
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.workloads.case import Case
 
 TOLERANCE = 1.5e-2  # of the norm; bf16 outputs and weights round to about 3e-3
 SAMPLED_REQUESTS = 3

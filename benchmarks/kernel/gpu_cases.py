@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 
-from sgl_prefix_attn.workloads.case import Case, Heads, make_case
-from sgl_prefix_attn.workloads.committed import catalogue
+from benchmarks.workloads.case import Case, Heads, make_case
+from benchmarks.workloads.committed import catalogue
 
 # Trees of every kind of difficulty, for a run of a minute.
 QUICK = ("pat/01", "pat/03", "pat/09", "pat/12", "pat/18", "pat/19", "random/b64_*", "rl/p4096", "none/b32_l2048")

@@ -6,7 +6,7 @@
     python -m benchmarks.kernel.gpu_drawn --families rollouts long_documents --cases 60
 
 Work is tuned on seeds of `dev`. `acceptance` draws its seed from the system and records it; every such file is kept.
-Cases are those of `sgl_prefix_attn.workloads.draw_set`. Every prefix of a set samples families and heads evenly, so a
+Cases are those of `benchmarks.workloads.draw_set`. Every prefix of a set samples families and heads evenly, so a
 run that is stopped is a smaller sample. Rows are those of gpu_attention, with fewer repetitions. FlashInfer compiles
 kernels of other types and head sizes than bf16 and 128 at first use, which takes minutes: --jit allows it.
 """
@@ -33,8 +33,8 @@ from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS, Results
 from benchmarks.kernel.timing import Effort, Timer
 from benchmarks.provenance import git_commit
-from sgl_prefix_attn.workloads import ALL_FAMILIES, Case, draw_set
-from sgl_prefix_attn.workloads.draw import USUAL_SET
+from benchmarks.workloads import ALL_FAMILIES, Case, draw_set
+from benchmarks.workloads.draw import USUAL_SET
 
 SETS = ("dev", "acceptance")
 BASELINES = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from sgl_prefix_attn.workloads.case import Case
+from benchmarks.workloads.case import Case
 
 LAUNCH_SECONDS = 4e-6  # what one more level costs in launches and merging, to rank flattenings by
 Cuts = tuple[int, ...]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_prefix_attn.workloads.case import Case
+from benchmarks.workloads.case import Case
 
 MATRIX_RATE = 790e12  # bf16, measured on an H200
 ELEMENT = 2

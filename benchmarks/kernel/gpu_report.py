@@ -64,12 +64,12 @@ def time_of(row: Row, baseline: str, timing: str = "cold_us") -> float | None:
     return row["baselines"].get(baseline, {}).get(timing)
 
 
-def best_of(row: Row, baselines: Iterable[str] | None = None, timing: str = "cold_us") -> tuple[str, float] | None:
+def best_of(row: Row, baselines: Iterable[str] | None = None) -> tuple[str, float] | None:
     """Name and time of the fastest baseline, of `baselines` or of all."""
     measured = [
-        (name, result[timing])
+        (name, result["cold_us"])
         for name, result in row["baselines"].items()
-        if name not in (OURS, OURS_TOO) and timing in result and (baselines is None or name in baselines)
+        if name not in (OURS, OURS_TOO) and "cold_us" in result and (baselines is None or name in baselines)
     ]
     return min(measured, key=lambda entry: entry[1], default=None)
 
@@ -79,9 +79,9 @@ def fraction_of_limit(row: Row) -> float | None:
     return row["limits"]["limit_us"] / ours if ours else None
 
 
-def ratio(row: Row, baselines: Iterable[str] | None = None, timing: str = "cold_us") -> float | None:
+def ratio(row: Row, baselines: Iterable[str] | None = None) -> float | None:
     """Time of the fastest of the baselines `baselines` over ours: above 1, ours is faster."""
-    best, ours = best_of(row, baselines, timing), time_of(row, OURS, timing)
+    best, ours = best_of(row, baselines), time_of(row, OURS)
     return best[1] / ours if best and ours else None
 
 
@@ -122,32 +122,6 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             if "failed" in result
         ],
     }
-
-
-def table(rows: list[Row], timing: str = "cold_us") -> str:
-    """One line a row: ours, its share of the limit, and the best baseline."""
-    lines = [
-        f"{'case':<28} {'heads':>6} {'reuse':>6} {'ours us':>9} {'GB/s':>6} {'limit us':>9} {'of limit':>8}"
-        f" {'best us':>9} {'x best':>7} {'x multi':>7} {'plan+launch':>11} {'x best':>7}  best baseline"
-    ]
-    for row in rows:
-        ours, best = time_of(row, OURS, timing), best_of(row, timing=timing)
-        limit = row["limits"]["limit_us"]
-        lines.append(
-            f"{row['case']:<28} {row['heads']:>6} {row['reuse']:>6.2f} {number(ours, '9.1f')}"
-            f" {number(row['kv_bytes'] / ours / 1e3 if ours else None, '6.0f')} {limit:>9.1f}"
-            f" {number(limit / ours if ours else None, '8.2f')} {number(best[1] if best else None, '9.1f')}"
-            f" {number(ratio(row, timing=timing), '7.2f')} {number(ratio(row, MULTI_LEVEL, timing), '7.2f')}"
-            f" {number(time_of(row, OURS, 'plan_launch_us'), '11.0f')}"
-            f" {number(ratio(row, timing='plan_launch_us'), '7.2f')}  {best[0] if best else ''}"
-            f"{failure_note(row)}"
-        )
-    return "\n".join(lines)
-
-
-def failure_note(row: Row) -> str:
-    failed = row["baselines"].get(OURS, {}).get("failed")
-    return f"  OURS: {failed[:80]}" if failed else ""
 
 
 def number(value: float | None, form: str) -> str:

@@ -3,7 +3,7 @@
 `draw_mixed` draws as the papers on POD and PackInfer do: chunks of 512 to 4,096 tokens beside 16 to 256 decodes of 1K
 to 32K tokens, shared or not; and short suffixes over long cached prefixes. `draw_wide` draws chunks of up to 8,192
 tokens over up to 64K cached ones, beside decodes of which a part shares a prefix, with more heads. Verify steps are
-those of `sgl_prefix_attn.workloads.draw_set` with n drafts a request.
+those of `benchmarks.workloads.draw_set` with n drafts a request.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.workloads import Case, Heads, draw_set
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
-from sgl_prefix_attn.workloads import Case, Heads, draw_set
 
 BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured; runs measure the bandwidth of their GPU
 HEADS = (32, 8)

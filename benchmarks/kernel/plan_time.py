@@ -25,10 +25,10 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed package, which is the measured one
 import sgl_prefix_attn
 from benchmarks.provenance import cpu_name
+from benchmarks.workloads import draw_set
+from benchmarks.workloads.committed import PAT_HEADS, PAT_TREES, tree_paths
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from sgl_prefix_attn.workloads import draw_set
-from sgl_prefix_attn.workloads.committed import PAT_HEADS, PAT_TREES, tree_paths
 
 
 def mirror_of(paths: list[list[tuple[int, int, int]]]) -> tuple[RadixMirror, np.ndarray, np.ndarray]:

@@ -23,8 +23,7 @@ from typing import Any
 
 from benchmarks.offline.sides import Launch, PromptLists, Run, Side, serve_plain, serve_runner
 from benchmarks.offline.workloads import Setting
-from benchmarks.provenance import git_commit
-from benchmarks.serving.provenance import machine_name, package_versions
+from benchmarks.provenance import git_commit, machine_name, package_versions
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts

@@ -38,16 +38,16 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.provenance import git_commit
-from benchmarks.serving.backends import Backend, UsageError, parse_backends
-from benchmarks.serving.measure import run_once, warm_up
-from benchmarks.serving.provenance import (
+from benchmarks.provenance import (
     arguments_of,
+    git_commit,
     inherited_environment,
     machine_name,
     package_versions,
     without_folders,
 )
+from benchmarks.serving.backends import Backend, UsageError, parse_backends
+from benchmarks.serving.measure import run_once, warm_up
 from benchmarks.serving.ranks import METRICS_OF_ALL_RANKS, read_ranks
 from benchmarks.serving.report import Report
 from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests

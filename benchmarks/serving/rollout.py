@@ -40,11 +40,10 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.provenance import git_commit
+from benchmarks.provenance import arguments_of, git_commit, inherited_environment, machine_name, package_versions
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import OURS, Backend, UsageError, parse_backends
 from benchmarks.serving.drawn import WORKLOADS, Rollout, drawn_requests
-from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
 from benchmarks.serving.rollout_run import measure
 from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT
 from sgl_prefix_attn.abtest.judge import table_lines

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,7 +20,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 FAST = {
     "benchmarks/kernel/plan_time.py --out": "--repeats 1 --steps 2",
     "benchmarks/kernel/plan_time.py --drawn": "--cases 2",
-    "-m benchmarks.serving.rollout_floor": "--prompt-tokens 128 --groups 24 --running 32 --steps 20",
     "-m benchmarks.on_gpu": "--list",
 }
 _ROLLOUT = (
@@ -31,17 +29,12 @@ _ROLLOUTS = "-m benchmarks.serving.rollout --model MODEL --load-format dummy --b
 _SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backends fa3,prefixpack,flashinfer"
 SLOW = {  # they import SGLang or start servers
     "benchmarks/serving/host_cost.py": "--requests 8 --steps 8 --changes 1",
-    "-m benchmarks.serving.refused --out": "--only mla --steps 4 --builds 2 --starts 1",
     "-m benchmarks.serving.rollout --backends prefixpack --": "--output-tokens 16 --samples 4 --running 8 --window 2",
     "-m benchmarks.cache TRACE.jsonl": "--requests 20 --pools 200 --lookahead 16",
     "-m benchmarks.offline.cache_saving": "--requests 32 --settings '2000/200 x2'",
     "-m benchmarks.offline.throughput --out": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
     "-m sgl_prefix_attn demo": "--requests 20 --samples 4",
     "-m benchmarks.serving.random_model": "",
-    "benchmarks/kernel/static_report.py": "--archs 90a",
-    # What a GPU command below does without one; of the others see `test_commands_on_cpu.py`.
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1 --device cpu "
-    "--backend torch_native",
 }
 _ARGS = "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16 --dtype bfloat16 --mem-fraction-static 0.5"
 _SMALL_POOL = f"--server-args '{_ARGS} --max-total-tokens 60000'"
@@ -50,7 +43,6 @@ GPU = {
     "-m benchmarks.serving.random_model": "",
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
     "-m benchmarks.offline.throughput --device cuda --model MODEL --settings": "--settings 60/10x4 --requests 8 "
     f"--output-tokens 4 --repeats 1 --server-args '{_ARGS}'",
 }
@@ -65,7 +57,6 @@ LISTED = {  # `--list` draws the same cases and needs no GPU
     "-m benchmarks.kernel.mixed_steps --wide": "--cases 4",
     "-m benchmarks.kernel.mixed_steps --cases 60": "--cases 4",
 }
-NVCC = "benchmarks/kernel/static_report.py"
 ELSEWHERE = ("make test-slow", "make bench")
 _MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [
@@ -77,8 +68,6 @@ SIZES = [
 
 @pytest.mark.parametrize(("begin", "sizes"), SIZES)
 def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> None:
-    if begin.startswith(NVCC) and shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not on PATH")
     command = documented(f"python {begin}", more=sizes)
     written, out = "FILE" in command, tmp_path / "out.json"
     model = tiny_model("llama_gpu")
@@ -91,7 +80,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
         command = command.replace(old, str(new))
     named = lambda found: str(RESULTS / found[1]) if (RESULTS / found[1]).exists() else found[1]  # noqa: E731
     command = re.sub(r"(?<![\w/])(\w+\.json)", named, command)
-    for more in ("", " --resume") if "serving.rollout" in begin and "floor" not in begin else ("",):
+    for more in ("", " --resume") if "serving.rollout" in begin else ("",):
         run(command + more)
     assert not written or json.loads(out.read_text())
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernel.gpu_cases import select
+from benchmarks.workloads.case import HEAD_DIM
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from sgl_prefix_attn.workloads.case import HEAD_DIM
 from tests.core import plan_checks
 from tests.core.forests import random_paths
 

@@ -14,12 +14,12 @@ import pytest
 
 from benchmarks.native_build import ROOT, built_module
 from benchmarks.simulator import makespan
+from benchmarks.workloads import draw_set
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import H200, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.workloads import draw_set
 from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_forest
 
 

@@ -27,8 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.provenance import git_commit
-from benchmarks.serving.provenance import machine_name, package_versions
+from benchmarks.provenance import git_commit, machine_name, package_versions
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model

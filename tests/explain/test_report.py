@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.workloads import Case, draw_set
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
@@ -16,7 +17,6 @@ from sgl_prefix_attn.explain.route import Machine
 from sgl_prefix_attn.explain.text import render
 from sgl_prefix_attn.routing import conservative, rule
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures, token_bytes
-from sgl_prefix_attn.workloads import Case, draw_set
 from tests.core.plan_checks import random_forest
 
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)

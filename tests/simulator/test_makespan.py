@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.kernel.mixed_cases import RowsCase, draw_verify
 from benchmarks.simulator import Makespan, figures_of, makespan
+from benchmarks.workloads import draw_set
+from benchmarks.workloads.case import Case
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import KV_END, OPEN_END, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.gpus import known_gpu
-from sgl_prefix_attn.workloads import draw_set
-from sgl_prefix_attn.workloads.case import Case
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(32, 8, 128)

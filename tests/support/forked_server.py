@@ -40,7 +40,7 @@ NOT_FOR_MODELS = "sglang.srt.managers.tp_worker"
 SERVER_MODULE = "sglang.launch_server"
 MODULES = (  # programs that forks can become
     SERVER_MODULE, "tests.e2e.launchers", "tests.e2e.injected", "tests.pinning.arrangements",
-    "benchmarks.serving.refused", "tests.offline.recorded", "tests.offline.killed_batch", "sgl_prefix_attn",
+    "tests.support.refused", "tests.offline.recorded", "tests.offline.killed_batch", "sgl_prefix_attn",
 )  # fmt: skip
 # Beginnings of variables.
 NOT_READ_AT_IMPORT = (

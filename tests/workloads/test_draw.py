@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks.workloads import ALL_FAMILIES, ALL_HEADS, draw, draw_set
+from benchmarks.workloads.committed import FASTTREE_TREES, PAT_TREES, tree_paths
 from sgl_prefix_attn.explain.batch import parse_tree
-from sgl_prefix_attn.workloads import ALL_FAMILIES, ALL_HEADS, draw, draw_set
-from sgl_prefix_attn.workloads.committed import FASTTREE_TREES, PAT_TREES, tree_paths
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from benchmarks.kernel.gpu_limits import cheapest_cut
-from sgl_prefix_attn.workloads.case import make_case
-from sgl_prefix_attn.workloads.committed import random_forest
+from benchmarks.workloads.case import make_case
+from benchmarks.workloads.committed import random_forest
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("sglang")
 
 from benchmarks.kernel import fixture, packed, stock, timing
+from benchmarks.workloads import draw
 from sgl_prefix_attn.core.gpu import H200
-from sgl_prefix_attn.workloads import draw
 from tests.sglang_plugin.gpu_fixture import HostStep
 from tests.support.reference import reference_attention
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import sgl_prefix_attn
+from benchmarks.provenance import package_versions, without_folders
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.measure import Agreement, Progress, Run, steady_times
-from benchmarks.serving.provenance import package_versions, without_folders
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.workload import Request
 

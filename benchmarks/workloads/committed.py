@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from sgl_prefix_attn.workloads.case import Heads, Path
+from benchmarks.workloads.case import Heads, Path
 
 # Nodes per level / tokens per level; the last level is one request each and its tokens are the request's own.
 PAT_TREES = (

@@ -1,6 +1,6 @@
 """Decode batches to measure, simulate and fit with: listed ones, and families drawn from a seed."""
 
-from sgl_prefix_attn.workloads.case import KV_BYTES, Case, Heads, make_case
-from sgl_prefix_attn.workloads.draw import ALL_FAMILIES, ALL_HEADS, draw, draw_set
+from benchmarks.workloads.case import KV_BYTES, Case, Heads, make_case
+from benchmarks.workloads.draw import ALL_FAMILIES, ALL_HEADS, draw, draw_set
 
 __all__ = ["ALL_FAMILIES", "ALL_HEADS", "KV_BYTES", "Case", "Heads", "draw", "draw_set", "make_case"]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.workloads.case import HEAD_DIM, KV_BYTES, Case, Heads, Path, make_case, unique_tokens
-from sgl_prefix_attn.workloads.committed import catalogue
-from sgl_prefix_attn.workloads.families import FAMILIES, MOST_REQUESTS
-from sgl_prefix_attn.workloads.lengths import Batch, Rng
+from benchmarks.workloads.case import HEAD_DIM, KV_BYTES, Case, Heads, Path, make_case, unique_tokens
+from benchmarks.workloads.committed import catalogue
+from benchmarks.workloads.families import FAMILIES, MOST_REQUESTS
+from benchmarks.workloads.lengths import Batch, Rng
 
 MIXTURE, COMMITTED = "mixture", "committed"
 ALL_FAMILIES = (*FAMILIES, MIXTURE, COMMITTED)

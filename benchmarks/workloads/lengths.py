@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgl_prefix_attn.workloads.case import Path
+from benchmarks.workloads.case import Path
 
 Rng = np.random.Generator
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgl_prefix_attn.workloads.case import Path
-from sgl_prefix_attn.workloads.lengths import Batch, Rng, exponential, log_normal, log_uniform, zipf_index
+from benchmarks.workloads.case import Path
+from benchmarks.workloads.lengths import Batch, Rng, exponential, log_normal, log_uniform, zipf_index
 
 MOST_REQUESTS = 1024
 SAMPLES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
