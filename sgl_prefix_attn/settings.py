@@ -177,7 +177,10 @@ class Settings(BaseModel):
         "one. 0: they keep nothing, and only sessions and hints that release are executed.",
     )
     retention_lookahead: int = Field(
-        1024, ge=0, le=65536, description="Waiting requests that retention reads. 0: history only."
+        1024,
+        ge=0,
+        le=65536,
+        description="Waiting requests that retention reads; with hints, at most 128. 0: history only.",
     )
     retention_block: int = Field(
         64, ge=1, le=65536, description="Tokens per block of the prompt history that retention keeps."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("sglang.srt.managers.kv_hints")
 from sglang.srt.managers.kv_hints import KvHintsEnvelope, decode_kv_hints_envelope
 
 from sgl_prefix_attn.sglang_plugin.pinning.hints import MAX_ACTIONS, OURS, HintCompiler, Hints, compiled, hints_of
+from sgl_prefix_attn.sglang_plugin.pinning.registration import why_not_read
 
 
 def envelope(*actions: tuple[str, str, Any]) -> KvHintsEnvelope:
@@ -52,6 +54,7 @@ def test_what_is_not_executed_is_counted_and_passes_on() -> None:
     assert read(*actions) == Hints(now=7, ignored=7)
     kinds = [action.action_type for action in compiled(envelope(*actions), 100, 7.0).actions]
     assert kinds == [OURS, "kv.fetch", "kv.demote", "kv.prefetch", "kv.pin"]
+    assert compiled(envelope(*actions), 100, 7.0).message_id == "m"
 
 
 def test_a_client_cannot_write_what_the_scheduler_reads() -> None:
@@ -70,6 +73,8 @@ BAD = [
     {"include_current_request": "yes"}, {"include_current_request": True, "priority": 1.5},
     {"include_current_request": True, "priority": 1, "ttl_seconds": 0},
     {"include_current_request": True, "priority": 1, "ttl_seconds": float("inf")},
+    {"include_current_request": True, "priority": 1, "ttl_seconds": True},
+    {"directives": [{"priority": 1, "duration": True}]}, {"directives": [{"priority": 1, "duration": "60"}]},
 ]  # fmt: skip
 
 
@@ -122,3 +127,20 @@ def test_requests_carry_the_time_once_a_hint_was_seen_and_nothing_before() -> No
     assert stamp is not None
     assert stamp.now > 0
     compiler.after_create(SimpleNamespace(input_ids=[1]), None, None)  # an embedding has no hints
+
+
+@pytest.mark.parametrize("forged", [{"now": float("inf")}, {"now": -1.0}, {"now": 1.0, "ignored": -1}])
+def test_a_scheduler_takes_no_unbounded_numbers(forged: Any) -> None:
+    """Of a process that has no hook of ours."""
+    action = SimpleNamespace(action_type=OURS, payload=forged)
+    with pytest.raises(ValueError, match="Hints"):
+        hints_of(SimpleNamespace(kv_hints=SimpleNamespace(actions=[action])))
+
+
+@pytest.mark.parametrize(("tiers", "kinds"), [(False, [OURS]), (True, ["kv.deref"])])
+def test_where_hints_are_not_read_they_reach_storage_backends_as_they_came(tiers: bool, kinds: list[str]) -> None:
+    compiler = HintCompiler(partial(why_not_read, "hints"))
+    manager = SimpleNamespace(server_args=SimpleNamespace(enable_hierarchical_cache=tiers))
+    result = SimpleNamespace(kv_hints=envelope(("kv.deref", "1.0", {})), input_ids=[1])
+    compiler.after_create(result, manager, None)
+    assert [action.action_type for action in result.kv_hints.actions] == kinds

@@ -5,15 +5,27 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("sglang")
 
+from sgl_prefix_attn.pinning import CachedTree, RetentionScores
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.pinning.hints import Hints
-from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy
+from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
+from sgl_prefix_attn.sglang_plugin.pinning.hints import OURS, Hints
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
+from sgl_prefix_attn.sglang_plugin.pinning.sessions import (
+    MAX_SESSIONS,
+    MAX_STORED_TEXT,
+    TEMPLATE_TAIL,
+    Owner,
+    Sessions,
+)
+from sgl_prefix_attn.sglang_plugin.pinning.state import HINTED_LOOKAHEAD, PinningSettings, PinningState
 from tests.pinning.small_server import SmallServer, prompt
 from tests.support.caches import CACHES
 
@@ -31,8 +43,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def server_of(kind: str, slots: int = 400, budget: int = 0, retention: Any = "hints") -> SmallServer:
-    settings = Settings(retention=retention, retention_block=4, hint_budget_percent=budget)
+def server_of(kind: str, slots: int = 400, budget: int = 0, retention: Any = "hints", block: int = 4) -> SmallServer:
+    settings = Settings(retention=retention, retention_block=block, hint_budget_percent=budget)
     return SmallServer(kind, slots=slots, settings=PinningSettings.of(settings))
 
 
@@ -170,7 +182,13 @@ def test_hints_never_stop_a_request(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("enable_session_radix_cache", True), ("radix_eviction_policy", "lfu"), ("tokenizer_worker_num", 2)],
+    [
+        ("enable_session_radix_cache", True),
+        ("radix_eviction_policy", "lfu"),
+        ("tokenizer_worker_num", 2),
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+    ],
 )
 def test_where_sglang_orders_by_itself_hints_are_off_with_a_reason(option: str, value: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(**{option: value}))
@@ -229,3 +247,107 @@ class TestAttacks:
         server.serve(prompt(1, 40), session="of b")
         server.serve([*prompt(1, 30), *prompt(2, 40)], session="of b")
         assert server.manager.counters.superseded_tokens == 0
+
+    def test_who_knows_the_full_blocks_of_a_prompt_but_not_its_end_supersedes_nothing(self, kind: str) -> None:
+        """Those of a system prompt that all tenants share, for example."""
+        server = server_of(kind, block=16)
+        known, secret = prompt(1, 32), prompt(2, 15)
+        server.serve([*known, *secret], session="of b", new_tokens=40)
+        server.serve([*known, *prompt(3, 40)], session="of b")
+        assert server.manager.counters.superseded_tokens == 0
+
+    def test_the_tail_of_a_chat_template_may_differ(self, kind: str) -> None:
+        server = server_of(kind, block=16)
+        first = [*prompt(1, 32), *prompt(2, 15)]
+        server.serve(first, session="a", new_tokens=40)
+        server.serve([*first[: len(first) - TEMPLATE_TAIL], *prompt(3, 40)], session="a")
+        assert server.manager.counters.superseded_tokens >= 40
+
+
+@pytest.mark.parametrize(("retention", "counted"), [("hints", HINTED_LOOKAHEAD), ("reuse", 300)])
+def test_a_client_makes_the_scheduler_read_no_more_of_the_queue_than_sglang_does(retention: str, counted: int) -> None:
+    server = server_of(CACHES[0], retention=retention)
+    server.serve(prompt(1, 40), session="a")
+    server.hooks.queue_ordered(server, [server.request(prompt(number, 8), None, 1) for number in range(300)])
+    assert len(server.manager.retention.scores.lookahead) == counted
+
+
+def test_what_is_stored_of_a_client_is_bounded() -> None:
+    sessions, long = Sessions(4), "s" * 100_000
+    requests = [
+        SimpleNamespace(extra_key=long, cache_salt=None, rid=f"{long}{number}", session_id=session)
+        for number, session in enumerate(["a", None, long])
+    ]
+    owners = [Owner.of_request(request) for request in requests]
+    assert len(set(owners)) == 3
+    assert all(len(text) <= MAX_STORED_TEXT for owner in owners for text in owner if text is not None)
+    assert sessions.close(Owner(None, long)) is None
+    for number in range(MAX_SESSIONS + 10):
+        sessions.close(Owner(None, str(number)))
+        sessions.finished(Owner(None, f"other {number}"), number, [1], [1, 2, 3, 4, 5])
+    assert (len(sessions), len(sessions._closed)) == (MAX_SESSIONS, MAX_SESSIONS)
+    assert max(len(owner.session or "") for owner in sessions._closed) < 10
+
+
+FAULTS = [
+    (eviction_policy, "hints_of"), (Sessions, "superseded"), (Sessions, "admitted"), (Sessions, "finished"),
+    (Sessions, "close"), (CachedTree, "supersede"), (Retention, "_keep"), (Retention, "_unknown"),
+    (RetentionScores, "expire"), (PinningManager, "listen"), (PinningState, "hinted"), (Owner, "of_request"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "name"), FAULTS, ids=[name for _, name in FAULTS])
+def test_an_exception_of_any_part_is_counted_and_the_server_goes_on(kind: str, where: Any, name: str, monkeypatch: Any):
+    server = server_of(kind)
+    server.serve(prompt(1, 40))
+    monkeypatch.setattr(where, name, Mock(side_effect=RuntimeError("by the test")))
+    for turn in range(12):
+        spans = [(0, None, 50, None)]
+        server.serve(
+            [*prompt(1, 40), *prompt(2, 10 * turn)], session="a", hints=Hints(now=turn, spans=spans, ends=True)
+        )
+        server.serve(prompt(10 + turn, 200))
+        server.hooks.after_close_session(None, server, SimpleNamespace(session_id="a"))
+    failures = server.hooks.state.failures.counts + server.admission._failures.counts
+    assert sum(failures.values()) > 0
+    server.check_accounting()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("retention", "budget"), [("hints", 0), ("hints", 30), ("reuse", 30)])
+def test_evictions_free_what_sglang_would_and_nothing_locked(kind: str, retention: Any, budget: int, seed: int) -> None:
+    dice = random.Random(seed)
+    server = server_of(kind, dice.choice([150, 300, 600]), budget, retention, dice.choice([1, 4, 16]))
+    evict, known = server._evict, [prompt(1, 20)]
+
+    def checked(tokens: int) -> None:
+        allocator, cache = server.allocator, server.cache
+        free, evictable, locked = allocator.available_size(), cache.evictable_size(), cache.protected_size()
+        evict(tokens)
+        assert allocator.available_size() >= min(tokens, free + evictable)
+        assert allocator.available_size() - free == evictable - cache.evictable_size()
+        assert cache.protected_size() == locked
+
+    server._evict = checked  # type: ignore[method-assign]
+    for number in range(150):
+        tokens = [*(begin := dice.choice(known))[: dice.randint(1, len(begin))], *prompt(dice.randint(2, 20), 25)]
+        new = dice.choice([1, 2, 10, 30])
+        if server.fits(tokens, new):
+            request = server.send(tokens, new, dice.choice([None, None, "a"]))
+            request.session_id = dice.choice([None, "x", "y", str(number % 30), "", "q" * 300])
+            spans = [(0, dice.choice([None, 1, 30, 1 << 30]), dice.choice([0, 1, 100]), dice.choice([None, 0.0, 9.0]))]
+            payload = Hints(now=number, spans=spans * dice.randint(0, 8), ends=dice.random() < 0.3).model_dump()
+            request.kv_hints = SimpleNamespace(actions=[SimpleNamespace(action_type=OURS, payload=payload)])
+            known = [*known[-40:], tokens]
+        present = server.waiting + server.running.reqs
+        if present and dice.random() < 0.1:
+            server.abort(dice.choice(present))
+        for _ in range(dice.randint(0, 3)):
+            server.step()
+            server.check_accounting()
+        if dice.random() < 0.02:
+            server.flush()
+    server.run()
+    server._evict(server.slots)
+    assert server.allocator.available_size() == server.slots
+    sound(server)

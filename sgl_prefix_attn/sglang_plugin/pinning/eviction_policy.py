@@ -31,7 +31,7 @@ from sgl_prefix_attn.pinning.cached_tree import Use
 from sgl_prefix_attn.pinning.ledger import MAX_PINS
 from sgl_prefix_attn.sglang_plugin.pinning.hints import Hints, hints_of
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters
-from sgl_prefix_attn.sglang_plugin.pinning.sessions import Owner, Sessions
+from sgl_prefix_attn.sglang_plugin.pinning.sessions import Owner, Sessions, bounded
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import LockableTree, Namespace
 from sgl_prefix_attn.sglang_plugin.scheduling.offline_prefixes import OfflinePrefixes
 
@@ -98,7 +98,7 @@ class Retention:
         # Length and last key by pin id, least recently asked for first: pins are compared whenever tokens are missing.
         self._pin_keys: dict[int, tuple[int, int | None]] = {}
         self.offline = OfflinePrefixes(self.announce_shared)
-        self.sessions = Sessions()
+        self.sessions = Sessions(block)
         self.listens = False
 
     def announce_shared(self, request: Any, shared: SharedPrefix, uses: int) -> None:
@@ -121,7 +121,7 @@ class Retention:
         self._count_recomputed(request, keys, cached_tokens)
         if self.listens:
             self._read_hints(request)
-            self._supersede(Owner.of_request(request), keys, cached_tokens)
+            self._supersede(Owner.of_request(request), request, keys, cached_tokens)
         announced = {key for shared in self.offline.of(request) for key in self._shared_keys(request, shared)}
         self.scores.scheduled(request.rid, keys, announced)
 
@@ -141,10 +141,11 @@ class Retention:
             self._settle(self._cached.used(path, stored, stored, Use(owner, getattr(request, _FOUND, None))))
             hints = getattr(request, _HINTS, None)
             if hints is not None:
-                self._keep(hints, keys, namespace.text)
+                self._keep(hints, keys, bounded(namespace.text))
             self._split_where_scores_change(prompt, stored, path)
             if owner is not None:
-                closed = self.sessions.finished(owner, path[-1].id, self._prompt_keys(request))
+                prompt_keys = self._prompt_keys(request)
+                closed = self.sessions.finished(owner, path[-1].id, prompt_keys, request.origin_input_ids)
                 if closed or (hints is not None and hints.ends):
                     self.scores.give_up(keys)
                     self._counters.superseded_tokens += self._cached.supersede(path[-1].id, owner, 0)
@@ -198,10 +199,10 @@ class Retention:
             if hints.spans or hints.ends:
                 setattr(request, _HINTS, hints)
 
-    def _supersede(self, owner: Owner, keys: Sequence[int], cached_tokens: int) -> None:
+    def _supersede(self, owner: Owner, request: Any, keys: Sequence[int], cached_tokens: int) -> None:
         """What only the session's last turn used, and this one does not, goes first from now on."""
         self.sessions.admitted(owner)
-        turn = self.sessions.superseded(owner, keys)
+        turn = self.sessions.superseded(owner, keys, request.origin_input_ids)
         if turn is None or cached_tokens < turn.blocks * self._block:
             return
         node = self._cached.get(turn.leaf)

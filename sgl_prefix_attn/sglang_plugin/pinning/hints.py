@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
@@ -28,7 +29,7 @@ MAX_SECONDS = 30 * 24 * 3600.0
 MAX_SESSION_ID = 256  # characters; a longer id counts as none
 
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY, strict=True)]
-Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, strict=True, allow_inf_nan=False)]
 Position = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 # First and last token, priority, seconds that it lasts. No end: the end of the output. No seconds: until a flush.
 Span = tuple[Position, Position | None, Priority, Seconds | None]
@@ -75,7 +76,7 @@ class _Whole(BaseModel):
     execute_at: Literal["request_completion"] = "request_completion"
     include_current_request: Annotated[bool, Field(strict=True)] = False
     priority: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)] | None = None
-    ttl_seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)] | None = None
+    ttl_seconds: Annotated[float, Field(gt=0, le=MAX_SECONDS, strict=True, allow_inf_nan=False)] | None = None
 
 
 class Hints(BaseModel):
@@ -88,21 +89,25 @@ class Hints(BaseModel):
         ignored: actions that are not executed.
     """
 
-    now: float
+    now: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     spans: Annotated[list[Span], Field(max_length=MAX_EXECUTED_SPANS)] = []
     ends: bool = False
-    ignored: int = 0
+    ignored: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
 class HintCompiler:
     """The hook of the processes that make requests for schedulers.
 
+    Args:
+        refusal: why a server with these arguments does not read hints. It leaves them to SGLang's storage backends.
+
     Attributes:
         seen: whether a request had hints. From then on all requests carry the time, by which hints end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: Callable[[Any], str | None] = lambda args: None) -> None:
         self.seen = False
+        self._refusal = refusal
 
     def after_create(self, result: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `TokenizerManager._create_tokenized_object`. ValueError: SGLang answers with status 400."""
@@ -110,6 +115,8 @@ class HintCompiler:
         if envelope is None and not self.seen:
             return
         if not hasattr(result, "kv_hints"):  # of an embedding
+            return
+        if not self.seen and self._refusal(getattr(manager, "server_args", None)) is not None:
             return
         self.seen = True
         result.kv_hints = None  # whatever happens: nobody but this hook writes to schedulers
@@ -157,7 +164,8 @@ def compiled(envelope: Any, prompt: int, now: float) -> Any:
     hints.ignored += len(hints.spans[MAX_EXECUTED_SPANS:])
     del hints.spans[MAX_EXECUTED_SPANS:]
     ours = KvHintAction(action_id="", action_type=OURS, action_version="1.0", payload=hints.model_dump(mode="json"))
-    return KvHintsEnvelope(protocol_version="0.1", message_id="", actions=[ours, *others])
+    protocol, message = ("0.1", "") if envelope is None else (envelope.protocol_version, envelope.message_id)
+    return KvHintsEnvelope(protocol_version=protocol, message_id=message, actions=[ours, *others])
 
 
 def _add(kind: str, payload: dict[str, Any], prompt: int, hints: Hints) -> None:

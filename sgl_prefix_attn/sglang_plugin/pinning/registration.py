@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
+from functools import partial
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
@@ -22,7 +23,7 @@ def add_endpoints(settings: Settings, *, in_scheduler: bool) -> None:
     if reads_hints(settings) and _makes_requests():
         from sgl_prefix_attn.sglang_plugin.pinning.hints import HintCompiler
 
-        check = HintCompiler().after_create
+        check = HintCompiler(partial(why_not_read, settings.retention)).after_create
         hooks.register((hooks.Hook(CREATE_TOKENIZED, check, "AFTER", "KV hints are not executed"),))
     if settings.pin_budget_percent and http_routes.serves_http(in_scheduler=in_scheduler):
         try:
@@ -48,6 +49,8 @@ def why_not_read(retention: str, args: Any) -> str | None:
         return "--tokenizer-worker-num above 1: no plug-in checks them there"
     if retention == "reuse":
         return None
+    if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
+        return "a cache of several tiers orders evictions of its own; retention=reuse overrules it"
     if getattr(args, "enable_session_radix_cache", False):
         return "--enable-session-radix-cache orders evictions by sessions itself"
     policy = getattr(args, "radix_eviction_policy", "lru")

@@ -19,6 +19,10 @@ from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
 logger = logging.getLogger(__name__)
 
+# Waiting requests that count where hints began retention: any client can, and a queue that SGLang sorts anew in each
+# pass is read anew. SGLang itself looks for the prefixes of so many.
+HINTED_LOOKAHEAD = 128
+
 
 @dataclass(frozen=True)
 class PinningSettings:
@@ -166,7 +170,9 @@ class PinningState:
             remember=self.settings.retention,
             hint_tokens=size * self.settings.hint_budget_percent // 100,
             jobs=self.settings.jobs,
-            lookahead=self.settings.lookahead,
+            lookahead=self.settings.lookahead
+            if self.settings.retention
+            else min(self.settings.lookahead, HINTED_LOOKAHEAD),
             block=self.settings.block,
         )
         manager.counters.record = self.failures

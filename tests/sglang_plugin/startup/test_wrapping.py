@@ -27,7 +27,6 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.server_facts import ServerFacts
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
-from sgl_prefix_attn.sglang_plugin.scheduling.admission import Admission
 from sgl_prefix_attn.sglang_plugin.scheduling.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.startup import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -112,7 +111,8 @@ class TestWrapped:
         fixture = new_fixture()
         factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         expected = (*hook_table.OTHER_HOOKS, *hook_table.handover_hooks(HandoverHooks()))
-        expected += active_state().own(Admission).hooks()
+        # By default those of requests' hints are among them, where requests carry some.
+        expected += hook_table.scheduling_hooks(WRAP, active_state())
         assert {hook.target for hook in asked} == {hook.target for hook in expected}
 
     def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
@@ -369,7 +369,7 @@ class TestRegistry:
         registered: list[Any] = []
         monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
         monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
-        monkeypatch.setattr(entry, "load_settings", lambda: Settings(wrap=wrap))  # type: ignore[arg-type]
+        monkeypatch.setattr(entry, "load_settings", lambda: Settings(wrap=wrap, retention="off"))  # type: ignore[arg-type]
         monkeypatch.delitem(entry.sys.modules, "sglang.srt.entrypoints.engine", raising=False)
         entry.register()
         assert bool(registered) != wrap
