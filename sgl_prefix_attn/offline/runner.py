@@ -218,7 +218,8 @@ def _prepare(
     summary.ignored = dict(checked.ignored)
     planned: dict[int, Planned] = {}
     if by_line:
-        shared = token_batching.shared_part(request.text for request in by_line.values())
+        texts = (request.text for request in by_line.values())
+        shared = token_batching.shared_part(texts) if options.batching == "auto" else 0.0
         for plan in progress.over(pool.plan(Go(options.batching, shared)), "reading prompts", len(by_line)):
             if isinstance(plan, Refused):
                 refuse(plan)

@@ -29,15 +29,19 @@ class RetainedPrefixes:
 
     Args:
         budget: blocks that may be kept.
-        on_change: called with each key whose priority may have changed.
+        on_change: called with each key whose priority changes.
     """
 
     def __init__(self, budget: int, on_change: Callable[[int], None]) -> None:
         self.budget = budget
         self._on_change = on_change
         self._entries: dict[int, _Entry] = {}  # oldest first
-        self._held: dict[int, dict[int, int]] = {}  # block's key -> priority by entry
-        self._stored: dict[str | None, int] = {}  # keys of all entries, by namespace
+        # How many entries hold a block, by its key and their priorities: thousands may share their first blocks.
+        self._held: dict[int, dict[int, int]] = {}
+        # Entries of a namespace, oldest first, and how many keys they have.
+        self._of: dict[str | None, dict[int, None]] = {}
+        self._stored: dict[str | None, int] = {}
+        self._all_stored = 0
         self._ends: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -46,8 +50,7 @@ class RetainedPrefixes:
 
     def priority(self, key: int) -> int:
         """The highest priority with which a block is kept, 0 if it is not."""
-        held = self._held.get(key)
-        return max(held.values()) if held else 0
+        return max(self._held.get(key, ()), default=0)
 
     def keep(self, keys: Sequence[int], priority: int, expires: float, namespace: str | None) -> None:
         """Keeps a prefix, no longer than the budget. Entries for a beginning of it end unless they are stronger.
@@ -67,15 +70,20 @@ class RetainedPrefixes:
             if known is not None and known.priority <= priority and known.expires <= expires:
                 self._end(key)
         self._entries[keys[-1]] = _Entry(keys, namespace, priority, expires)
+        self._of.setdefault(namespace, {})[keys[-1]] = None
         self._stored[namespace] = self._stored.get(namespace, 0) + len(keys)
+        self._all_stored += len(keys)
         for key in keys:
-            self._held.setdefault(key, {})[keys[-1]] = priority
-            self._on_change(key)
+            held = self._held.setdefault(key, {})
+            rises = priority > max(held, default=0)
+            held[priority] = held.get(priority, 0) + 1
+            if rises:
+                self._on_change(key)
         if math.isfinite(expires):
             heapq.heappush(self._ends, (expires, keys[-1]))
-        while len(self._held) > self.budget or sum(self._stored.values()) > _MOST_STORED * self.budget:
+        while len(self._held) > self.budget or self._all_stored > _MOST_STORED * self.budget:
             most = max(self._stored, key=self._stored.__getitem__)
-            self._end(next(last for last, entry in self._entries.items() if entry.namespace == most))
+            self._end(next(iter(self._of[most])))
 
     def give_up(self, keys: Sequence[int]) -> None:
         """Ends the entries whose last block is one of these."""
@@ -95,17 +103,24 @@ class RetainedPrefixes:
             heapq.heapify(self._ends)
 
     def clear(self) -> None:
-        for index in (self._entries, self._held, self._stored, self._ends):
+        for index in (self._entries, self._held, self._of, self._stored, self._ends):
             index.clear()
+        self._all_stored = 0
 
     def _end(self, last: int) -> None:
         entry = self._entries.pop(last)
+        del self._of[entry.namespace][last]
         self._stored[entry.namespace] -= len(entry.keys)
+        self._all_stored -= len(entry.keys)
         if not self._stored[entry.namespace]:
-            del self._stored[entry.namespace]
+            del self._stored[entry.namespace], self._of[entry.namespace]
         for key in entry.keys:
             held = self._held[key]
-            held.pop(last, None)
+            held[entry.priority] -= 1
+            if not held[entry.priority]:
+                del held[entry.priority]
+            falls = entry.priority > max(held, default=0)
             if not held:
                 del self._held[key]
-            self._on_change(key)
+            if falls:
+                self._on_change(key)

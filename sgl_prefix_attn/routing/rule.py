@@ -2,7 +2,7 @@
 
 Sharing that saves many KV bytes pays for a packed step's partial results. Without sharing the packed kernels are the
 faster ones in large batches: over fa3 if requests are short, over FlashInfer if many run. The thresholds were chosen by
-measured steps: docs/routing.md has them, and what they cost on seeds that had no part in the choice.
+measured steps: docs/routing.md has them, and what they cost on other seeds.
 """
 
 from __future__ import annotations

@@ -70,6 +70,16 @@ def test_in_wrap_mode_a_scheduler_has_what_is_asked_for_before_any_backend(asked
     assert bool(plugin_state.active()) == bool(hooked)
 
 
+@pytest.mark.parametrize(("value", "read"), [("1", False), ("TRUE", False), ("0", True), ("", True)])
+@pytest.mark.parametrize("retention", ["hints", "reuse"])
+def test_hints_that_the_rust_server_passes_on_unchecked_are_not_read(retention, value, read, monkeypatch):
+    monkeypatch.setattr(versions, "has_kv_hints", lambda: True)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+    why_not = registration.why_not_read(retention, SimpleNamespace())
+    assert (why_not is None) == read
+    assert read or "SGLANG_RUST_SERVER" in why_not
+
+
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows when the endpoint is added; the server's module counts as not imported."""

@@ -35,6 +35,23 @@ def test_a_hint_only_raises() -> None:
     assert hints.priority(2) == 9
 
 
+def test_only_keys_whose_priority_changes_are_told() -> None:
+    """Many prefixes begin with one system prompt; a scheduler must not sort it anew for each of them."""
+    told: list[int] = []
+    hints = RetainedPrefixes(1000, told.append)
+    for number, changed in ((10, [1, 2, 10]), (11, [11]), (12, [12])):
+        hints.keep([1, 2, number], 5, math.inf, None)
+        assert told == changed
+        told.clear()
+    hints.keep([1, 2, 13], 6, 4.0, None)
+    hints.give_up([10])
+    assert told == [1, 2, 13, 10]
+    told.clear()
+    hints.expire(4.0)
+    assert told == [1, 2, 13]
+    assert [hints.priority(key) for key in (1, 2, 10, 13)] == [5, 5, 0, 0]
+
+
 def test_turns_of_a_conversation_do_not_add_up() -> None:
     hints = kept(1000)
     for turn in range(1, 100):

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import operator
+import os
 from collections.abc import Callable, MutableMapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
@@ -98,6 +99,11 @@ def _committed_len() -> Callable[[Any], int] | None:
 def has_kv_hints() -> bool:
     """Whether requests carry KV hints."""
     return importlib.util.find_spec("sglang.srt.managers.kv_hints") is not None
+
+
+def has_rust_server() -> bool:
+    """Whether SGLang's embedded Rust server, which runs no plug-in, makes the schedulers' requests."""
+    return os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y")
 
 
 def keeps_committed_lens() -> bool:

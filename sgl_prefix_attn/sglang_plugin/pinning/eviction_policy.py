@@ -207,9 +207,8 @@ class Retention:
             return
         node = self._cached.get(turn.leaf)
         if node is not None and self._tree.alive(node.handle):
-            self._settle(
-                self._cached.place(self._tree.path(node.handle))
-            )  # the match of this request may have split it
+            # The match of this request may have split it.
+            self._settle(self._cached.place(self._tree.path(node.handle)))
             self._counters.superseded_tokens += self._cached.supersede(turn.leaf, owner, cached_tokens)
 
     def _keep(self, hints: Hints, keys: Sequence[int], namespace: str | None) -> None:

@@ -45,6 +45,8 @@ def why_not_read(retention: str, args: Any) -> str | None:
         return "retention is off"
     if not versions.has_kv_hints():
         return "requests of this SGLang carry no kv_hints: those of 0.5.23 do"
+    if versions.has_rust_server():
+        return "SGLANG_RUST_SERVER: no plug-in checks them there"
     if getattr(args, "tokenizer_worker_num", 1) > 1:
         return "--tokenizer-worker-num above 1: no plug-in checks them there"
     if retention == "reuse":
